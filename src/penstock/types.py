@@ -305,6 +305,16 @@ class ResumeFrom(msgspec.Struct, frozen=True):
 NO_RESUME = ResumeFrom()
 
 
+class ResumeKey(msgspec.Struct, frozen=True):
+    """Where the tokens of a request with an idempotency key are saved while it runs, for another gateway to resume from
+    (``router.saved_tokens``)."""
+
+    key: bytes  # digest of the idempotency key, by which a worker is chosen
+    name: bytes  # digest of all that the tokens follow from: an equal request has the same, at any gateway
+    identity: ModelIdentity  # of workers whose tokens are saved
+    tokens: tuple[int, ...] = ()  # that another gateway has saved: replayed, then followed by computed ones
+
+
 TOKEN_BYTES = 4
 
 TokenIds: TypeAlias = memoryview
@@ -344,6 +354,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
     begun: ResumeFrom = NO_RESUME  # its tokens count as output and are not delivered; fewer than ``max_tokens``
     usage_deferred: bool = False  # its tokens are counted at its end, as far as no other gateway has counted them
+    resume: ResumeKey | None = None  # None: its tokens are not saved
     trace: str = ""  # the span that it is a part of, as a ``traceparent`` of W3C Trace Context; "": none is recorded
 
 
@@ -357,6 +368,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int = 0  # prompt tokens found in a prefix cache, on the first batch
     pooled: bytes | None = None  # the vector or scores of a text that was only read: fp32, little-endian
     stored: bool = False  # replayed from a stored response, not computed
+    replayed: bool = False  # computed for another gateway of this very request, and saved (``ResumeKey``)
 
 
 _KERNEL_VERSION = re.compile(r"-\d+(?=-)")

@@ -12,10 +12,12 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,58 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("fleet") / "keys"
     CurveKeys.ephemeral().save(folder)
     return str(folder)
+
+
+# --- a node that is killed --------------------------------------------------------------------------------------------
+
+SAVING = 'kv_memory = "64MiB"\n[settings.failover]\nsave_tokens_s = 0.05\n'
+SAVED_AFTER_S = 0.5
+
+
+@pytest.mark.long
+def test_the_streams_of_a_killed_nodes_gateway_go_on_from_what_the_other_node_has_saved(tmp_path: Path) -> None:
+    body = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
+
+    async def ask_all(urls: Sequence[str], name: str, on_chunk: Callable[[list[Answer]], None]) -> list[Answer]:
+        begun: dict[int, Answer] = {}
+
+        def note(number: int, answer: Answer) -> None:
+            begun[number] = answer
+            on_chunk(list(begun.values()))
+
+        async with make_client() as client:
+            return await asyncio.gather(
+                *(
+                    keyed_completion(
+                        client, urls, body | {"seed": seed}, key=f"{name}-{seed}", on_chunk=partial(note, seed)
+                    )
+                    for seed in range(CLIENTS)
+                )
+            )
+
+    with two_nodes(tmp_path, workers=AGGREGATED, settings=SAVING) as pair:
+        wanted = asyncio.run(ask_all([pair.b.url], "plain", lambda answers: None))
+        began = time.monotonic()
+
+        def kill(answers: list[Answer]) -> None:
+            late = time.monotonic() > began + SAVED_AFTER_S
+            if (
+                late
+                and pair.a.running
+                and min(len(answer.times) for answer in answers) >= 10
+                and len(answers) == CLIENTS
+            ):
+                pair.a.kill()
+
+        got = asyncio.run(ask_all(pair.urls, "killed", kill))
+        assert [answer.identical for answer in got] == [answer.identical for answer in wanted]
+        hit = sum(answer.resumed > 0 for answer in got)
+        assert hit > 0, "all was sent before the node was killed"
+        assert pair.b.metrics()["penstock:idempotent_resumed_tokens_total"] >= 10 * hit
+        pair.a.start()
+        pair.a.wait_ready()
+        pair.wait_all_ready()
+        pair.assert_nothing_leaked()
 
 
 # --- a member that flaps ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,20 +28,24 @@ from .test_rates import hosts_of, key_file
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
 TOKENS = 64
+LONG = 1800
+SAVED_AFTER_S = 0.4
+"""Of reading a stream until tokens of it are saved; a token is drawn in a millisecond."""
+
 _TENANT_TOKENS = re.compile(r'^penstock:tenant_tokens_total\{kind="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
 class Hosts:
     """Two services with a gateway each, and two workers of which both know; keys of one tenant."""
 
-    def __init__(self, stack: ExitStack, folder: Path, *more: str) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, *more: str, config: str | None = None) -> None:
         CurveKeys.ephemeral().save(folder / "keys")
         self.headers = key_file(folder / "api-keys.json", TenantEntry(requests_per_minute=6000))
         keys = ["--keys", str(folder / "keys")]
         self.workers = [stack.enter_context(PenstockWorker([*keys, "--name", name])) for name in ("w-0", "w-1")]
         joins = [word for worker in self.workers for word in ("--join", worker.endpoint)]
         flags = [*keys, *joins, "--api-keys", str(folder / "api-keys.json"), "--api-key", "sk-of-the-test", *more]
-        self.servers = [stack.enter_context(PenstockServer(flags)) for _ in range(2)]
+        self.servers = [stack.enter_context(PenstockServer(flags, config=config, folder=folder)) for _ in range(2)]
         for server in self.servers:
             server.wait_for(lambda server=server: len(server.workers()) == 2, PATIENCE_S, "whole")  # type: ignore[misc]
             server.wait_all_ready()
@@ -96,9 +101,9 @@ def request_body(max_tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def two_hosts(folder: Path, *flags: str) -> Iterator[Hosts]:
+def two_hosts(folder: Path, *flags: str, config: str | None = None) -> Iterator[Hosts]:
     with ExitStack() as stack:
-        yield Hosts(stack, folder, *flags)
+        yield Hosts(stack, folder, *flags, config=config)
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -151,6 +156,31 @@ def test_a_stream_whose_host_is_killed_is_counted_whole_where_it_goes_on(tmp_pat
 
 
 @pytest.mark.long
+def test_a_stream_whose_gateway_is_killed_is_not_decoded_again(tmp_path: Path) -> None:
+    """The other host's gateway goes on from the tokens that were saved, and workers compute the others only."""
+    with two_hosts(tmp_path, config="[failover]\nsave_tokens_s = 0.05\n") as hosts:
+        other = hosts.servers[1]
+        whole = text_of(hosts.ask(1, "plain", max_tokens=LONG))
+        hosts.wait_usage(completion=LONG)
+        with streamed_lines(hosts, "k1", LONG) as lines:
+            events, began = 0, time.monotonic()
+            while events < 20 or time.monotonic() < began + SAVED_AFTER_S:
+                events += next(lines).startswith("data: {")
+            hosts.servers.pop(0).kill()
+        other.wait_idle()
+        drawn = other.metrics()["penstock:worker_generation_tokens_total"]
+        with streamed_lines(hosts, "k1", LONG) as lines:
+            pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole
+        hosts.wait_usage(completion=2 * LONG, requests=2, generated=2 * LONG)
+        resumed = other.metrics()["penstock:idempotent_resumed_tokens_total"]
+        assert resumed >= events / 2
+        other.wait_idle()
+        computed = other.metrics()["penstock:worker_generation_tokens_total"] - drawn
+        assert 0 < computed <= LONG - resumed + 1, "the prefill worker draws a token, too"
+
+
+@pytest.mark.long
 def test_an_adapter_that_one_host_loads_is_served_by_the_other(tmp_path: Path) -> None:
     fox, owl = (write_adapter(tmp_path / name, STORYTELLER, rank=4, seed=seed) for seed, name in enumerate(("f", "o")))
     with two_hosts(tmp_path, "--allow-lora-updating") as hosts:
@@ -198,12 +228,12 @@ def test_open_requests_of_a_key_are_counted_over_both_hosts(tmp_path: Path) -> N
 
 
 @contextmanager
-def streamed_lines(hosts: Hosts, key: str) -> Iterator[Iterator[str]]:
+def streamed_lines(hosts: Hosts, key: str, max_tokens: int = 900) -> Iterator[Iterator[str]]:
     """The lines of a stream from the first host that is left."""
     with (
         httpx.Client(headers=hosts.headers | {"Idempotency-Key": key}, timeout=120, trust_env=False) as client,
         client.stream(
-            "POST", f"{hosts.servers[0].url}/v1/completions", json=request_body(900, stream=True)
+            "POST", f"{hosts.servers[0].url}/v1/completions", json=request_body(max_tokens, stream=True)
         ) as response,
     ):
         assert response.status_code == 200

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.clock import VirtualClock
 from penstock.config.limits import RequestLimits
 from penstock.config.schema import GatewayConfig
 from penstock.engine.service.idempotency_claims import GatewayProcess, IdempotencyClaims
+from penstock.engine.service.saved_tokens import SavedTokens
 from penstock.errors import NoWorkers
 from penstock.router.home_calls import ANSWER_S
 from penstock.router.idempotency_homes import IdempotencyHomes
@@ -42,6 +44,7 @@ class Home:
     """The home of all keys, in this process."""
 
     claims: IdempotencyClaims = field(default_factory=IdempotencyClaims)
+    saved: SavedTokens = field(default_factory=SavedTokens)
     clock: VirtualClock = field(default_factory=VirtualClock)
     gone: set[str] = field(default_factory=set)
     silent: bool = False
@@ -61,6 +64,8 @@ class GatewayHomes:
     unanswered: set[int] = field(default_factory=set)  # and not delivered, counted from 1
     said: int = 0
     tokens: list[tuple[int, int, int]] = field(default_factory=list)
+    searches: int = 0  # for saved tokens
+    resumed: int = 0
 
     def digest(self, name: bytes) -> bytes:
         return hashlib.blake2b(name, digest_size=16).digest()
@@ -78,8 +83,17 @@ class GatewayHomes:
         if on_state is not None:
             on_state(state)
 
+    def find_saved(
+        self, key: bytes, names: Sequence[bytes], on_found: Callable[[Sequence[tuple[int, ...]]], None]
+    ) -> None:
+        self.searches += 1
+        on_found([tuple(array("I", packed)) for packed in self.home.saved.find(names, self.home.clock.now())])
+
     def count_tokens(self, prompts: int, generated: int, replayed: int) -> None:
         self.tokens.append((prompts, generated, replayed))
+
+    def count_resumed(self, tokens: int) -> None:
+        self.resumed += tokens
 
     @property
     def counted(self) -> tuple[int, ...]:

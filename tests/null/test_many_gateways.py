@@ -6,6 +6,7 @@ without a model, joined by the in-memory transport.  Workers die, hang and come 
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from penstock.launch.members.interface import Member
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.router.service import RouterService
-from penstock.types import RequestId, Role, SamplingParams, ValidRequest, pack_token_ids
+from penstock.types import RequestId, ResumeKey, Role, SamplingParams, ValidRequest, pack_token_ids
 from penstock.wire.gateway_messages import Hello
 from penstock.wire.in_memory import InMemoryHub
 
@@ -35,17 +36,23 @@ MAX_OFFSET_S = 3600.0
 MAX_DRIFT = 0.01
 """Clocks run by so much too fast or too slow: a hundred times what ``ntpd`` corrects at most."""
 
-IDLE_BUDGET = {"hello": 0.55, "report": 0.55, "kv_events": 0.0}
+IDLE_BUDGET = {"hello": 0.55, "report": 0.55, "kv_events": 0.0, "save_tokens": 0.0}
 """Messages a second between one gateway and one worker without requests: beats, reports, which have the changes of the
 worker's prefix cache, and snapshots of caches.  In towns of this size, such a worker is greeted every two seconds."""
 
-BUSY_BUDGET = {"hello": 4.2, "report": 10.5, "kv_events": 0.0}
-"""The same with a worker that computes all the time: no more, whatever the load."""
+BUSY_BUDGET = {"hello": 4.2, "report": 10.5, "kv_events": 0.0, "save_tokens": 4.2}
+"""The same with a worker that computes all the time: no more, whatever the load.  All requests have idempotency keys,
+so their tokens are saved."""
 
 RATES_BUDGET = 2.1
 """Messages a second that divide tenants' rates: those of one gateway with all workers."""
 PROMPTS = 40  # different ones, so that some are cached
 ROLES = (Role.BOTH, Role.PREFILL, Role.DECODE, Role.DECODE)
+
+
+def hash_of(*parts: str) -> bytes:
+    """As long as the digest of a key."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 class SkewedClock:
@@ -215,6 +222,7 @@ class ManyTown(Town):
             block_hashes=tuple(block_hashes(chain_root(IDENTITY), prompt)),
             sampling=SamplingParams(seed=self.dice.randrange(1 << 30), max_tokens=max_tokens),
             arrival=gateway.clock.now(),
+            resume=ResumeKey(hash_of("key", name), hash_of("name", name), IDENTITY),
         )
         return self.serve_by(gateway.router, request)
 
@@ -289,6 +297,7 @@ async def disturbed_town(gateways: int, workers: int, seconds: float) -> None:
         window = Window(seconds, gateways, Counter(town.hub.counts))
         endpoints = [worker.endpoint for worker in town.stage.workers]
         assert_within(window, endpoints, BUSY_BUDGET)
+        assert sum(count for (_, kind), count in window.counts.items() if kind == "save_tokens") >= gateways
 
         await town.until(lambda: all(client.over for client in clients), turns=200, seconds=TURN_S)
         for client in clients:

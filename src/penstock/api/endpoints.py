@@ -44,6 +44,7 @@ from penstock.api.request_log import note_usage
 from penstock.api.response_cache import CACHE_CONTROL, HIT, CachedResponseStreams, ResponseCache, is_cacheable
 from penstock.api.response_format import GenerationApi, ResponseFormat, ResponseHead, TokenUsage, UsageCharge
 from penstock.api.response_store import ResponseStore
+from penstock.api.resumed_streams import ResumedStreams, resume_keys
 from penstock.api.session_prefixes import SessionPrefixes
 from penstock.api.sse import EventStreamWriter
 from penstock.api.stream_polling import LoopTurns
@@ -67,7 +68,7 @@ from penstock.interfaces import (
 )
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.telemetry.spans import NO_SPAN, NoTracer, Span, Tracer
-from penstock.types import ModelIdentity, RequestId
+from penstock.types import ModelIdentity, RequestId, ValidRequest
 from penstock.wire.gateway_messages import MAX_CLAIMED_CHOICES
 
 EXPLAIN = b"x-penstock-explain"
@@ -148,6 +149,8 @@ class Endpoints:
         self._behind = behind
         admission = Admission(behind.limits, behind.clock, behind.streams.prefill_workers)
         self.factory = EndpointFactory(behind.limits, admission)
+        count_resumed = (lambda tokens: None) if behind.key_homes is None else behind.key_homes.count_resumed
+        self._streams = ResumedStreams(behind.streams, count_resumed)
         self._turns = LoopTurns(behind.turns.answer_units_per_turn)
         self._event_key = event_key_with_defaults(behind.event_key, behind.processor.cards()[0])
         self._idempotency = IdempotencyCache(behind.limits, behind.clock)
@@ -335,8 +338,8 @@ class Endpoints:
         head = _head(context.name, prepared, context.identity, request.keyed)
         cached = self._cached(exchange, request, context.identity)
         keyed, name, qos = request.keyed, context.id, prepared.requests[0].qos
+        claim = None if keyed is None else await self._claim(keyed, prepared.requests, context.identity)
         del context, request
-        claim = None if keyed is None else await self._claim(keyed, len(prepared.requests))
         with (
             self._source(keyed, cached, head.id, claim) as source,
             await self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
@@ -367,15 +370,17 @@ class Endpoints:
         store, requests = self._behind.response_cache, request.prepared.requests
         if store is None or not is_cacheable(requests, seeded=request.seeded, control=exchange.headers(CACHE_CONTROL)):
             return None
-        return CachedResponseStreams(store, self._behind.streams, requests, identity)
+        return CachedResponseStreams(store, self._streams, requests, identity)
 
-    async def _claim(self, keyed: IdempotentRequest, choices: int) -> KeyClaim | None:
+    async def _claim(
+        self, keyed: IdempotentRequest, requests: Sequence[ValidRequest], identity: ModelIdentity
+    ) -> KeyClaim | None:
         """The claim on a key whose request is computed here.  Raises KeyReused."""
         homes = self._behind.key_homes
-        if homes is None or choices > MAX_CLAIMED_CHOICES or self._idempotency.has_stream(keyed):
+        if homes is None or len(requests) > MAX_CLAIMED_CHOICES or self._idempotency.has_stream(keyed):
             return None
         try:
-            return await KeyClaim.of(homes, keyed)
+            return await KeyClaim.of(homes, keyed, resume_keys(homes, keyed, requests, identity))
         except KeyReused:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
@@ -399,7 +404,7 @@ class Endpoints:
         self, keyed: IdempotentRequest, cached: CachedResponseStreams | None, name: str, claim: KeyClaim | None
     ) -> Iterator[_TokenSource]:
         """The same for a request with an idempotency key."""
-        streams = self._behind.streams if cached is None else cached
+        streams = self._streams if cached is None else cached
         try:
             shared, outcome = self._idempotency.lookup(keyed, streams, claim)
         except KeyReused:

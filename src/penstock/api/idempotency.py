@@ -8,7 +8,8 @@ that is still running; after a disconnect the response runs on for ``resume_grac
     router --tokens--> one reader task per choice --> buffered so far --> any number of consumers
 
 ``UsageDedup`` counts each token once, however many requests received it.  Where there are other gateways, the home of
-the key (``KeyHomes``) knows what those have counted.  Knows nothing about text or events.
+the key (``KeyHomes``) knows what those have counted, and what they have saved of a response is replayed
+(``api.resumed_streams``).  Knows nothing about text or events.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self
 
 import msgspec
@@ -31,7 +33,7 @@ from penstock.clock import Clock
 from penstock.config.limits import RequestLimits
 from penstock.errors import KeyReused, NoWorkers, PenstockError, RequestError
 from penstock.interfaces import IDEMPOTENCY_KEY, JsonObject, RequestContext, TokenStream
-from penstock.types import ModelIdentity, RequestId, TokenBatch, ValidRequest
+from penstock.types import ModelIdentity, RequestId, ResumeKey, TokenBatch, ValidRequest
 from penstock.wire.gateway_messages import (
     ClaimIdempotencyKey,
     IdempotencyKeyState,
@@ -215,6 +217,9 @@ class TokenStreamSource(Protocol):
     def mark_stopped(self, request: RequestId) -> None: ...
 
 
+NO_RESUME_KEYS: Mapping[int, ResumeKey] = MappingProxyType({})
+
+
 class KeyHomes(Protocol):
     """The homes of keys, of which all gateways of the service ask the same one about a key
     (``router.idempotency_homes``)."""
@@ -236,41 +241,91 @@ class KeyHomes(Protocol):
         """Tells the home of the key; ``on_state`` is called with its answer, None if there is none, be it now."""
         ...
 
+    def find_saved(
+        self, key: bytes, names: Sequence[bytes], on_found: Callable[[Sequence[tuple[int, ...]]], None]
+    ) -> None:
+        """Looks for tokens that another gateway has saved; ``on_found`` is called with those of each name, be it
+        now."""
+        ...
+
     def count_tokens(self, prompts: int, generated: int, replayed: int) -> None:
         """Counts tokens of prompts and responses that are counted late (``CachedStream.is_deferred``), and tokens that
         another gateway has counted."""
         ...
 
+    def count_resumed(self, tokens: int) -> None:
+        """Counts tokens that another gateway has saved, and that are not computed again."""
+        ...
+
 
 class KeyClaim:
-    """What this gateway tells the home of one key."""
+    """What this gateway tells the home of one key, and learns of it."""
 
-    def __init__(self, homes: KeyHomes, keyed: IdempotentRequest) -> None:
+    def __init__(
+        self, homes: KeyHomes, keyed: IdempotentRequest, resume_keys: Mapping[int, ResumeKey] = NO_RESUME_KEYS
+    ) -> None:
+        """``resume_keys``: of the choices whose tokens are saved."""
         self.homes = homes
         tenant = homes.digest(keyed.tenant.encode())
         self._message = ClaimIdempotencyKey(key=homes.digest(keyed.key), tenant=tenant, mark=bytes.fromhex(keyed.mark))
         self.state: IdempotencyKeyState | None = None  # the home's answer
+        self._resume_keys = dict(resume_keys)
+        self._resumed = keyed.resumed
+        self._answered = self._searching = self._searched = self._has_found = False
+        self._news = asyncio.Event()
 
     @classmethod
-    async def of(cls, homes: KeyHomes, keyed: IdempotentRequest) -> Self:
-        """A claim on the key.  Waits for the home's answer if there are other gateways.  Raises KeyReused."""
-        claim, answered = cls(homes, keyed), asyncio.Event()
+    async def of(
+        cls, homes: KeyHomes, keyed: IdempotentRequest, resume_keys: Mapping[int, ResumeKey] = NO_RESUME_KEYS
+    ) -> Self:
+        """A claim on the key.  Raises KeyReused.
 
-        def on_state(state: IdempotencyKeyState | None) -> None:
-            claim.state = state
-            answered.set()
-
-        homes.send(msgspec.structs.replace(claim._message, running=True), on_state)
-        if homes.is_alone:
-            return claim
+        Waits for the home's answer if there are other gateways, and for saved tokens of a request that another gateway
+        has had.  Where such are found first, the home's answer is not waited for: only this very request has their
+        names.
+        """
+        claim = cls(homes, keyed, resume_keys)
+        homes.send(msgspec.structs.replace(claim._message, running=True), claim._on_state)
         try:
-            await answered.wait()
+            while not claim._is_settled():
+                claim._news.clear()
+                await claim._news.wait()
         except asyncio.CancelledError:
             claim.end(withdrawn=True)
             raise
+        if claim.state is None and claim._has_found:
+            claim.state = IdempotencyKeyState(serial=0, status=IdempotencyKeyStatus.KNOWN)
         if claim.state is not None and claim.state.status is IdempotencyKeyStatus.REUSED:
             raise _key_reused()
         return claim
+
+    def _is_settled(self) -> bool:
+        """Whether nothing more has to be known; begins the search for saved tokens once it may find some."""
+        if self._resume_keys and not self._searching and (self._resumed or self.is_shared):
+            self._searching = True
+            names = [resume.name for resume in self._resume_keys.values()]
+            self.homes.find_saved(self._message.key, names, self._on_found)
+        if self._has_found:
+            return True
+        return (self._answered or self.homes.is_alone) and self._searching == self._searched
+
+    def _on_state(self, state: IdempotencyKeyState | None) -> None:
+        self._answered = True
+        if self.state is None:
+            self.state = state
+        self._news.set()
+
+    def _on_found(self, found: Sequence[tuple[int, ...]]) -> None:
+        self._searched = True
+        for (choice, resume), tokens in zip(list(self._resume_keys.items()), found, strict=True):
+            if tokens:
+                self._has_found = True
+                self._resume_keys[choice] = msgspec.structs.replace(resume, tokens=tokens)
+        self._news.set()
+
+    def take_resume_key(self, choice: int) -> ResumeKey | None:
+        """Where the tokens of this choice are saved, with those that another gateway has saved; once."""
+        return self._resume_keys.pop(choice, None)
 
     @property
     def is_shared(self) -> bool:
@@ -460,8 +515,9 @@ class CachedStream:
         self._asked[request.id] = choice, self._names.setdefault(choice, request.id)
         tokens = self._choices.get(choice)
         if tokens is None:
-            if self.is_deferred:
-                request = msgspec.structs.replace(request, usage_deferred=True)
+            resume = None if self.claim is None else self.claim.take_resume_key(choice)
+            if self.is_deferred or resume is not None:
+                request = msgspec.structs.replace(request, usage_deferred=self.is_deferred, resume=resume)
             tokens = self._choices[choice] = _BufferedChoice(self._streams.stream(request), self._grace_s, self._over)
         return tokens.read(lambda: self._asked.pop(request.id, None))
 

@@ -19,13 +19,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 from blake3 import blake3
 
 from penstock.api.errors import Header
-from penstock.interfaces import TokenStreams
+from penstock.interfaces import TokenStream
 from penstock.telemetry.registry import ResponseCacheStats
 from penstock.types import (
     GREEDY,
@@ -48,7 +48,19 @@ ENTRY_BYTES = 320
 """Bytes that an entry takes in addition to its packed response: objects, entries of two tables."""
 
 UNKEYED_FIELDS = frozenset(
-    {"id", "arrival", "block_hashes", "session", "pictures", "qos", "begun", "open_ended", "trace", "usage_deferred"}
+    {
+        "id",
+        "arrival",
+        "block_hashes",
+        "session",
+        "pictures",
+        "qos",
+        "begun",
+        "open_ended",
+        "trace",
+        "usage_deferred",
+        "resume",
+    }
 )
 """Fields of a request that do not determine its tokens.  Pictures are identified by their hashes, in ``images``."""
 
@@ -234,13 +246,23 @@ class _Found:
     kept: PackedResponse | None
 
 
+class CacheableStreams(Protocol):
+    """Streams whose responses are stored: the part of ``TokenStreams`` that this needs."""
+
+    def stream(self, request: ValidRequest) -> TokenStream: ...
+
+    def mark_stopped(self, request: RequestId) -> None: ...
+
+    def serving_identity(self, request: RequestId) -> ModelIdentity | None: ...
+
+
 class CachedResponseStreams:
     """A ``TokenStreamSource`` of one HTTP request, with stored responses.  Call ``lookup`` before the first stream."""
 
     def __init__(
         self,
         store: ResponseCache,
-        streams: TokenStreams,
+        streams: CacheableStreams,
         requests: Sequence[ValidRequest],
         identity: ModelIdentity,
     ) -> None:

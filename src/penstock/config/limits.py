@@ -123,6 +123,9 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     retry_wait_s: float = 15.0  # the longest that a resubmission waits for the budget
     streams_per_turn: Positive = 24  # streams of a lost worker that are moved in one turn of the event loop
     forget_s: float = 3600.0  # after which a lost worker is removed, counters included
+    save_tokens_s: Annotated[float, msgspec.Meta(ge=0)] = (
+        0.25  # between two messages of new tokens to a worker; 0: none
+    )
     poison_deaths: int = 2  # a request fails once this many workers have crashed under it
     poison_tokens: int = 8  # a crash after this many new tokens is not held against the request
 

@@ -282,6 +282,7 @@ def _of_supervisor(router: RouterService, joined: RemoteWorkers) -> Callable[[Su
     def handle(message: SupervisorMessage) -> None:
         if isinstance(message, WorkerUp):
             joined.add_local(message.worker)
+            router.add_local_worker(message.worker)
         router.on_supervisor(message)
 
     return handle

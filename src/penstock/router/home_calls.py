@@ -3,6 +3,7 @@
 The home is the ready worker that rendezvous hashing picks for a digest, so gateways that see the same workers agree on
 it, and a worker that comes or goes changes the homes of its own digests only.  A home that does not answer within
 ``ANSWER_S``, or is lost meanwhile, knows nothing: gateways go on without it, and choose others until it says something.
+What is to outlive a gateway's host is kept at the first worker in that order on another host (``HomesElsewhere``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import msgspec
 import numpy as np
 
 from penstock.clock import Clock
+from penstock.config.base import host_and_port
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLink, WorkerLinks
 from penstock.router.policy.base import rendezvous_pick
 from penstock.router.rate_shares import REPORT_VALID_S
 from penstock.router.worker_load import Slots
 from penstock.types import WorkerId, WorkerState
-from penstock.wire.gateway_messages import ChangeAdapter, ClaimIdempotencyKey, OpenRequestCounts
+from penstock.wire.gateway_messages import ChangeAdapter, ClaimIdempotencyKey, FindTokens, OpenRequestCounts
 
 ANSWER_S = 1.0
 """After so long without an answer, a gateway goes on without it.  Workers read messages between two steps."""
@@ -30,7 +32,7 @@ ANSWER_S = 1.0
 MAX_PENDING_CALLS = 8192
 """Answers of one kind that a gateway waits for.  Beyond them the home is not asked."""
 
-HomeQuestion: TypeAlias = ClaimIdempotencyKey | ChangeAdapter | OpenRequestCounts
+HomeQuestion: TypeAlias = ClaimIdempotencyKey | ChangeAdapter | OpenRequestCounts | FindTokens
 
 
 class HomeAnswer(Protocol):
@@ -52,6 +54,19 @@ class _PendingCall(Generic[AnswerT]):
     on_answer: Callable[[AnswerT | None], None]
 
 
+def host_of(endpoint: str) -> str:
+    """The part of a worker's address that other workers of its host have, too."""
+    return host_and_port(endpoint)[0] if endpoint.startswith("tcp://") else endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class HomesElsewhere:
+    """The homes among these workers.  The same workers: the same homes."""
+
+    workers: tuple[tuple[WorkerId, int], ...]  # with their incarnations; empty: there is no home
+    link: Callable[[bytes], WorkerLink | None]  # of a digest, where there are workers
+
+
 class WorkerHomes:
     """Which worker is the home of a digest: one that is ready and has said something lately."""
 
@@ -60,14 +75,36 @@ class WorkerHomes:
         self._links = links
         self._clock = clock
         self._unanswered: dict[WorkerId, float] = {}  # since when; until they say something
+        self._local: set[WorkerId] = set()
+
+    def add_local(self, worker: WorkerId) -> None:
+        """This worker is on the gateway's host, at whatever address."""
+        self._local.add(worker)
 
     def link(self, digest: bytes) -> WorkerLink | None:
         """The link to the home; None: there is none."""
         slots = self._slots()
+        return self._link_to(self._home(digest, slots)) if len(slots) else None
+
+    def elsewhere(self) -> HomesElsewhere:
+        """The homes of digests that are not on this gateway's host, as they are now; all, if none is elsewhere."""
+        slots = self._slots()
+        away = np.array([slot for slot in slots if self._host(slot)], dtype=np.intp)
+        chosen = away if len(away) else slots
+        workers = tuple((self._fleet.ids[slot], self._fleet.incarnations[slot]) for slot in chosen)
+        return HomesElsewhere(workers, lambda digest: self._link_to(self._home(digest, chosen)))
+
+    def possible_links(self, digest: bytes) -> list[WorkerLink]:
+        """What other gateways have for ``elsewhere``: the home, for those on other hosts, and the first on another host
+        than that."""
+        slots = self._slots()
         if not len(slots):
-            return None
-        slot = self._home(digest, slots)
-        return self._links.link_to(self._fleet.ids[slot], self._fleet.incarnations[slot])
+            return []
+        first = self._home(digest, slots)
+        host = self._host(first)
+        away = np.array([slot for slot in slots if self._host(slot) != host], dtype=np.intp)
+        places = [first, self._home(digest, away)] if len(away) else [first]
+        return [link for link in map(self._link_to, places) if link is not None]
 
     def has(self, link: WorkerLink) -> bool:
         """Whether this is still the link to its worker."""
@@ -99,6 +136,13 @@ class WorkerHomes:
         ]
         return np.array(found, dtype=np.intp)
 
+    def _link_to(self, slot: int) -> WorkerLink | None:
+        return self._links.link_to(self._fleet.ids[slot], self._fleet.incarnations[slot])
+
+    def _host(self, slot: int) -> str:
+        """The host of a worker, as far as its address says; empty: this gateway's."""
+        return "" if self._fleet.ids[slot] in self._local else host_of(self._fleet.endpoints[slot])
+
     def _home(self, digest: bytes, slots: Slots) -> int:
         return int(slots[rendezvous_pick(self._fleet.loads, slots, int.from_bytes(digest[:8], "little"))])
 
@@ -121,7 +165,12 @@ class HomeCalls(Generic[AnswerT]):
 
     def call(self, digest: bytes, message: HomeQuestion, on_answer: Callable[[AnswerT | None], None]) -> None:
         """Sends it with a serial; ``on_answer`` is called once, be it now.  None: there is no home, or no answer."""
-        link = self._homes.link(digest)
+        self.call_at(self._homes.link(digest), message, on_answer)
+
+    def call_at(
+        self, link: WorkerLink | None, message: HomeQuestion, on_answer: Callable[[AnswerT | None], None]
+    ) -> None:
+        """As ``call``, over this link."""
         self._serial += 1
         message = msgspec.structs.replace(message, serial=self._serial)
         if self._closed or link is None or len(self._pending) >= MAX_PENDING_CALLS or not link.send(message):

@@ -33,6 +33,7 @@ from penstock.router.policy.least_cost import decode_step, queue_wait
 from penstock.router.quarantine import Quarantine
 from penstock.router.rate_shares import RateShares, RateTable
 from penstock.router.request import FailoverLimits, RoutedRequest
+from penstock.router.saved_tokens import SavedTokenHomes
 from penstock.router.shared_adapters import SharedAdapters
 from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
@@ -47,6 +48,7 @@ from penstock.wire.gateway_messages import (
     AdapterNames,
     AwaitedStage,
     ConfirmRequests,
+    FoundTokens,
     IdempotencyKeyState,
     KvEvents,
     MigrateRequests,
@@ -181,14 +183,14 @@ class RouterService:
         self._verdicts = PoisonVerdicts()
         self._migration, self._health = self._make_handlers(config, suspect)
         self._shares = None if rates is None else RateShares(rates, self.fleet, self._links)
-        self.idempotency, self.fleet_counts, self.adapters = self._make_shared(config)
+        self._vocabulary = config.vocabulary or 1 << 32
+        self._homes, self._saved, self.idempotency, self.fleet_counts, self.adapters = self._make_shared(config)
         self._checks = StreamChecks(config.turns.flights_per_turn)
         self._checking = False  # the next turn continues the checks
         self._failing_all = False
         self._awaited: dict[WorkerId, list[AwaitedStage]] = {}  # silent stages, by worker, for the next heartbeat
         self._progress_at = clock.now()  # the last step of any worker, or the first request after an idle time
         self._ticker: asyncio.Task[None] | None = None
-        self._vocabulary = config.vocabulary or 1 << 32
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last one served
         self._met_workers = asyncio.Event()  # once a worker was ready
@@ -231,12 +233,19 @@ class RouterService:
         )
         return migration, health
 
-    def _make_shared(self, config: GatewayConfig) -> tuple[IdempotencyHomes, OpenRequestHomes, SharedAdapters]:
+    def _make_shared(
+        self, config: GatewayConfig
+    ) -> tuple[WorkerHomes, SavedTokenHomes, IdempotencyHomes, OpenRequestHomes, SharedAdapters]:
         """What this gateway shares with others through the workers, besides verdicts and rates."""
         secret, clock = bytes.fromhex(config.event_key), self._clock
         homes = WorkerHomes(self.fleet, self._links, clock)
+        turns = TurnWork(config.failover.streams_per_turn, _in_the_next_turn)
+        every_s = config.failover.save_tokens_s
+        saved = SavedTokenHomes(homes, turns, clock, every_s=every_s, vocabulary=self._vocabulary)
         return (
-            IdempotencyHomes(homes, self.metrics, clock, secret),
+            homes,
+            saved,
+            IdempotencyHomes(homes, saved, self.metrics, clock, secret),
             OpenRequestHomes(homes, clock, self._number_of_hosts, secret),
             SharedAdapters(self.fleet, self._links, homes, clock),
         )
@@ -285,6 +294,7 @@ class RouterService:
             self._apply(stream, stream.routed.on_client_gone(), now)
             stream.fail(NoWorkers("The service has stopped."))
         self.idempotency.close()
+        self._saved.close()
         self.fleet_counts.close()
         self.adapters.close()
         await self._links.close()
@@ -327,6 +337,8 @@ class RouterService:
             self._end(stream)
             raise
         self._checks.add(stream, now)
+        if request.resume is not None:
+            self._saved.add(flight, request.resume)
         return stream
 
     def _end(self, stream: RequestStream) -> None:
@@ -336,6 +348,8 @@ class RouterService:
         self._stats.on_finished(stream, "stop" if stream.stopped else "abort", now)
         del self._streams[stream.routed.request.id]
         self._checks.discard(stream)
+        if stream.routed.request.resume is not None:
+            self._saved.discard(stream.routed)
 
     def mark_stopped(self, request: RequestId) -> None:
         """The consumer has all it wants, such as a stop string: closing the stream is then a success."""
@@ -420,6 +434,10 @@ class RouterService:
         elif isinstance(message, ServiceDraining):
             self._draining = True
 
+    def add_local_worker(self, worker: WorkerId) -> None:
+        """A worker of this gateway's host."""
+        self._homes.add_local(worker)
+
     # --- events: workers --------------------------------------------------------------------------------------------
 
     def on_message(self, worker: WorkerId, incarnation: int, message: PeerMessage) -> None:
@@ -447,6 +465,8 @@ class RouterService:
                 self._shares.on_totals(worker, message, now)
         elif isinstance(message, IdempotencyKeyState):
             self.idempotency.on_state(worker, incarnation, message)
+        elif isinstance(message, FoundTokens):
+            self._saved.on_answer(worker, incarnation, message)
         elif isinstance(message, OpenRequestAnswer):
             self.fleet_counts.on_answer(worker, incarnation, message)
         elif isinstance(message, AdapterChanged):
@@ -557,6 +577,7 @@ class RouterService:
         self._health.on_tick(now)
         self._dispatcher.place_waiting(now)
         self.idempotency.tick(now)
+        self._saved.tick(now)
         self.fleet_counts.tick(now)
         self.adapters.tick(now)
         if not self._checking:

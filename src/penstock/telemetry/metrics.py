@@ -275,6 +275,9 @@ KEYED = _counter("idempotent_requests", "Requests with an idempotency key, by ho
 REPLAYED_TOKENS = _counter(
     "idempotent_replayed_tokens", "Tokens sent again of responses that another gateway has counted."
 )
+RESUMED_TOKENS = _counter(
+    "idempotent_resumed_tokens", "Tokens that another gateway had saved, and that were not computed again."
+)
 PREFIX_BREAKS = _counter(
     "session_prefix_breaks", "Prompts that left their session's earlier prompt before its end.", "reason"
 )

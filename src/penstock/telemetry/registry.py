@@ -216,6 +216,7 @@ class Metrics:
         self._poisoned = self._counter(names.POISONED).labels(model_name)
         self._keyed = self._counter(names.KEYED)
         self._replayed = self._counter(names.REPLAYED_TOKENS).labels(model_name)
+        self._resumed = self._counter(names.RESUMED_TOKENS).labels(model_name)
         self._prefix_breaks = self._counter(names.PREFIX_BREAKS)
         self._prefix_lost = self._counter(names.PREFIX_LOST).labels(model_name)
         self._unauthorized = self._labelled(names.UNAUTHORIZED, names.UNAUTHORIZED_CODES)
@@ -261,6 +262,10 @@ class Metrics:
         self._prompts += prompt_tokens
         self._generation_tokens += generated
         self._replayed.inc(replayed)
+
+    def on_resumed_tokens(self, count: int) -> None:
+        """A request goes on from so many tokens that another gateway had saved."""
+        self._resumed.inc(count)
 
     def token_totals(self) -> tuple[int, int]:
         """Tokens of prompts and of responses, so far."""

@@ -19,6 +19,8 @@ from penstock.wire.gateway_messages import (
     ChangeAdapter,
     ClaimIdempotencyKey,
     ConfirmRequests,
+    FindTokens,
+    FoundTokens,
     Hello,
     IdempotencyKeyState,
     KvEvents,
@@ -29,6 +31,7 @@ from penstock.wire.gateway_messages import (
     RateDemands,
     RateTotals,
     RequestReturned,
+    SaveTokens,
     Submit,
     Tokens,
     WorkerReport,
@@ -87,6 +90,9 @@ PeerMessage: TypeAlias = (
     | RateTotals
     | ClaimIdempotencyKey
     | IdempotencyKeyState
+    | SaveTokens
+    | FindTokens
+    | FoundTokens
     | OpenRequestCounts
     | OpenRequestAnswer
     | ChangeAdapter

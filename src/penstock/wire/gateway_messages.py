@@ -117,6 +117,12 @@ KEY_MARK_BYTES = 8
 MAX_CLAIMED_CHOICES = 64
 """Choices of a request with an idempotency key, in one message.  Requests with more are not claimed."""
 
+MAX_SAVED_PIECES = 512
+"""Responses in one ``SaveTokens``."""
+
+MAX_SAVED_TOKENS = 65_536
+"""Of one choice of a response, from its first on."""
+
 MAX_OPEN_REQUEST_COUNTS = 512
 """API keys in one ``OpenRequestCounts``."""
 
@@ -126,6 +132,9 @@ SentTokens = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)], ...], msgspec.Meta(max_length=MAX_CLAIMED_CHOICES)
 ]
 """Of each choice in order, how many of its tokens were sent to clients; empty: nothing of the request counts yet."""
+
+PackedTokens = Annotated[bytes, msgspec.Meta(max_length=MAX_SAVED_TOKENS * TOKEN_BYTES)]
+"""Token ids as ``types.TokenIds``, little-endian.  Whoever uses them checks that they are of the model's vocabulary."""
 
 RateName = Annotated[bytes, msgspec.Meta(min_length=RATE_NAME_BYTES, max_length=RATE_NAME_BYTES)]
 RateDemand = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -266,6 +275,31 @@ class ClaimIdempotencyKey(WireMessage, frozen=True, kw_only=True, tag="claim_key
     running: bool = False  # this gateway computes it
     sent: SentTokens = ()  # it has sent so much, which is to be counted by one gateway only
     withdrawn: bool = False  # it was refused before it began
+
+
+class SavedPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Tokens of a response that has ``start`` tokens before them.  Raises ValueError for a partial token id."""
+
+    name: KeyDigest
+    start: Annotated[int, msgspec.Meta(ge=0, le=MAX_SAVED_TOKENS)]
+    tokens: PackedTokens
+
+    def __post_init__(self) -> None:
+        read_token_ids(self.tokens)
+
+
+class SaveTokens(WireMessage, frozen=True, kw_only=True, tag="save_tokens"):
+    """New tokens of responses with idempotency keys, for the worker that saves them (``router.saved_tokens``), every
+    ``FailoverConfig.save_tokens_s`` while there are any.  Names are keyed digests."""
+
+    pieces: Annotated[tuple[SavedPiece, ...], msgspec.Meta(max_length=MAX_SAVED_PIECES)]
+
+
+class FindTokens(WireMessage, frozen=True, kw_only=True, tag="find_tokens"):
+    """A gateway takes over a request: what is saved of its choices?  Answered by ``FoundTokens``."""
+
+    names: Annotated[tuple[KeyDigest, ...], msgspec.Meta(max_length=MAX_CLAIMED_CHOICES)]
+    serial: Count = 0
 
 
 class OpenRequestCounts(WireMessage, frozen=True, kw_only=True, tag="open_requests"):
@@ -498,6 +532,20 @@ class IdempotencyKeyState(WireMessage, frozen=True, kw_only=True, tag="key_state
     status: IdempotencyKeyStatus
     sent: SentTokens = ()  # by all gateways, and counted, before that message
     gateways: GatewayHosts = 0  # that speak to this worker
+
+
+class FoundTokens(WireMessage, frozen=True, kw_only=True, tag="found_tokens"):
+    """The answer to ``FindTokens``: of each name all that is saved, from the first token on.
+
+    Raises ValueError for a partial token id.
+    """
+
+    serial: Count
+    tokens: Annotated[tuple[PackedTokens, ...], msgspec.Meta(max_length=MAX_CLAIMED_CHOICES)]
+
+    def __post_init__(self) -> None:
+        for packed in self.tokens:
+            read_token_ids(packed)
 
 
 class OpenRequestAnswer(WireMessage, frozen=True, kw_only=True, tag="open_request_answer"):

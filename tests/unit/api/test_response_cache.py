@@ -28,6 +28,7 @@ from penstock.types import (
     Qos,
     RequestId,
     ResumeFrom,
+    ResumeKey,
     SamplingParams,
     ServiceClass,
     ValidRequest,
@@ -61,6 +62,7 @@ SAME_BITS = {
     "qos": Qos(service=ServiceClass.BATCH, weight=3.0),
     "begun": ResumeFrom((1,), IDENTITY),
     "usage_deferred": True,
+    "resume": ResumeKey(b"k", b"n", IDENTITY),
     "trace": "00-" + "1" * 32 + "-" + "2" * 16 + "-01",
 }
 

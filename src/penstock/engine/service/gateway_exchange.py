@@ -1,8 +1,8 @@
 """What gateways share through this worker: they have no links between them, but all of them speak to the workers.
 
 Verdicts on requests and names of adapters are passed on to all other gateways, and to those that come later.  Demands
-of tenants, claims on idempotency keys and counts of open requests are for the one worker that gateways choose for them,
-and answered.  Nothing is taken from a gateway that has not said Hello.
+of tenants, claims on idempotency keys, counts of open requests and questions about saved tokens are for the one worker
+that gateways choose for them, and answered.  Nothing is taken from a gateway that has not said Hello.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from penstock.engine.service.gateways import GatewayRequests
 from penstock.engine.service.idempotency_claims import IdempotencyClaims
 from penstock.engine.service.open_requests import OpenRequestTotals
 from penstock.engine.service.rate_totals import RateDemandTotals
+from penstock.engine.service.saved_tokens import SavedTokens
 from penstock.poison_verdicts import PoisonVerdicts
 from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import (
@@ -23,14 +24,24 @@ from penstock.wire.gateway_messages import (
     AdapterNames,
     ChangeAdapter,
     ClaimIdempotencyKey,
+    FindTokens,
+    FoundTokens,
     OpenRequestAnswer,
     OpenRequestCounts,
     PoisonRequests,
     RateDemands,
+    SaveTokens,
 )
 
 SharedMessage: TypeAlias = (
-    PoisonRequests | RateDemands | ClaimIdempotencyKey | OpenRequestCounts | ChangeAdapter | AdapterNames
+    PoisonRequests
+    | RateDemands
+    | ClaimIdempotencyKey
+    | SaveTokens
+    | FindTokens
+    | OpenRequestCounts
+    | ChangeAdapter
+    | AdapterNames
 )
 
 
@@ -45,6 +56,7 @@ class GatewayExchange:
         self._demands = RateDemandTotals()
         self._open_requests = OpenRequestTotals()
         self.claims = IdempotencyClaims()
+        self.saved = SavedTokens()
         self.adapters = AdapterRecords()
 
     def send_all(self, peer: bytes, now: float) -> None:
@@ -67,6 +79,10 @@ class GatewayExchange:
                 self._add_demands(peer, message, now)
             case ClaimIdempotencyKey():
                 self._claim_key(peer, message, now)
+            case SaveTokens():
+                self.saved.save(message.pieces, now)
+            case FindTokens():
+                self._send(peer, FoundTokens(serial=message.serial, tokens=self.saved.find(message.names, now)))
             case OpenRequestCounts():
                 self._count_requests(peer, message, now)
             case ChangeAdapter():

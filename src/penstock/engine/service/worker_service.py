@@ -73,6 +73,7 @@ from penstock.wire.gateway_messages import (
     ChangeAdapter,
     ClaimIdempotencyKey,
     ConfirmRequests,
+    FindTokens,
     Hello,
     OpenRequestCounts,
     PoisonRequests,
@@ -80,6 +81,7 @@ from penstock.wire.gateway_messages import (
     Recipient,
     RequestReturned,
     ReturnReason,
+    SaveTokens,
     Submit,
     TokenItem,
     Tokens,
@@ -453,7 +455,7 @@ class WorkerService:
                     self._assign(message, now)
             case PoisonRequests() | RateDemands() | ClaimIdempotencyKey() | OpenRequestCounts():
                 self.exchange.on_message(peer, message, now)
-            case ChangeAdapter() | AdapterNames():
+            case ChangeAdapter() | AdapterNames() | SaveTokens() | FindTokens():
                 self.exchange.on_message(peer, message, now)
             case _:
                 pass  # well-formed, but not for a worker; the transport has counted it
