@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.faults.result import Result
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 340, 56, 42, 16
+LEGEND_ROW = 16
 COLOURS = {
     "SIGKILL": "#d95f02",
     "SIGSTOP": "#1f77b4",
@@ -40,16 +41,17 @@ def plot(results: Sequence[Result], path: Path) -> None:
     if not found:
         return
     stalls = {name: values for name, values in found[0].figures["stalls"].items() if values}
+    height = HEIGHT + LEGEND_ROW * len(stalls) + 8
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         *_grid(),
     ]
     row = 0
     for kind in COLOURS:
         for number, (name, values) in enumerate(pair for pair in stalls.items() if pair[0].split("|")[0] == kind):
-            parts += _line(kind, name.partition("|")[2], values, DASHES[number % 2], TOP + 16 + 16 * row)
+            parts += _line(kind, name.partition("|")[2], values, DASHES[number % 2], HEIGHT + LEGEND_ROW * (row + 1))
             row += 1
     middle = (LEFT + WIDTH) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{AXES[found[0].name]}</text>')
@@ -57,7 +59,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def _line(kind: str, way: str, values: Sequence[float], dash: str, y: int) -> list[str]:
-    """The shares of one kind of blow, its bar, and its words."""
+    """The shares of one kind of blow, its bar, and its row of the legend."""
     colour = COLOURS[kind]
     line = " ".join(f"{_x(value)},{_y(share)}" for share, value in enumerate(values))
     words = ", ".join(filter(None, (kind, way))) + f": p99 {values[99]:.2g} s"
@@ -68,7 +70,8 @@ def _line(kind: str, way: str, values: Sequence[float], dash: str, y: int) -> li
             f'<line x1="{x}" y1="{TOP}" x2="{x}" y2="{HEIGHT - BOTTOM}" stroke="{colour}" stroke-dasharray="4"/>'
         )
         words += f" (bar {BARS[kind]:g} s, dashed)"
-    return [*parts, f'<text x="{LEFT + 10}" y="{y}" fill="{colour}">{words}</text>']
+    sample = f'<path d="M{LEFT} {y - 4}h30" stroke="{colour}" stroke-width="2"{dash}/>'
+    return [*parts, sample, f'<text x="{LEFT + 38}" y="{y}" fill="{colour}">{words}</text>']
 
 
 def _grid() -> list[str]:
