@@ -49,7 +49,8 @@ async def test_a_message_is_lost_with_its_connection(kind: type, nth: int, busy:
         if busy:
             await town.until(lambda: len(others[0].tokens) > 3)
         hub.loses = Nth(kind, nth)
-        client = town.ask(prompt=70, max_tokens=BUSY if kind is Hello else 8)  # in one of 8 tokens there may be no Hello
+        tokens = BUSY if kind is Hello else 8  # so short a response may see no Hello
+        client = town.ask(prompt=70, max_tokens=tokens)
         await healed(town, client)
         if kind is WorkerReport:
             await town.wait(0.1 * nth)
