@@ -271,7 +271,7 @@ class KeyClaim:
         self.state: IdempotencyKeyState | None = None  # the home's answer
         self._resume_keys = dict(resume_keys)
         self._resumed = keyed.resumed
-        self._answered = self._searching = self._searched = self._has_found = False
+        self._answered = self._searching = self._searched = False
         self._news = asyncio.Event()
 
     @classmethod
@@ -293,7 +293,7 @@ class KeyClaim:
         except asyncio.CancelledError:
             claim.end(withdrawn=True)
             raise
-        if claim.state is None and claim._has_found:
+        if claim.state is None and claim._has_found():
             claim.state = IdempotencyKeyState(serial=0, status=IdempotencyKeyStatus.KNOWN)
         if claim.state is not None and claim.state.status is IdempotencyKeyStatus.REUSED:
             raise _key_reused()
@@ -305,7 +305,7 @@ class KeyClaim:
             self._searching = True
             names = [resume.name for resume in self._resume_keys.values()]
             self.homes.find_saved(self._message.key, names, self._on_found)
-        if self._has_found:
+        if self._has_found():
             return True
         return (self._answered or self.homes.is_alone) and self._searching == self._searched
 
@@ -318,10 +318,11 @@ class KeyClaim:
     def _on_found(self, found: Sequence[tuple[int, ...]]) -> None:
         self._searched = True
         for (choice, resume), tokens in zip(list(self._resume_keys.items()), found, strict=True):
-            if tokens:
-                self._has_found = True
-                self._resume_keys[choice] = msgspec.structs.replace(resume, tokens=tokens)
+            self._resume_keys[choice] = msgspec.structs.replace(resume, tokens=tokens)
         self._news.set()
+
+    def _has_found(self) -> bool:
+        return any(resume.tokens for resume in self._resume_keys.values())
 
     def take_resume_key(self, choice: int) -> ResumeKey | None:
         """Where the tokens of this choice are saved, with those that another gateway has saved; once."""

@@ -25,7 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from penstock.api.errors import Header
-from penstock.interfaces import TokenStream
+from penstock.api.idempotency import TokenStreamSource
 from penstock.telemetry.registry import ResponseCacheStats
 from penstock.types import (
     GREEDY,
@@ -246,12 +246,8 @@ class _Found:
     kept: PackedResponse | None
 
 
-class CacheableStreams(Protocol):
+class CacheableStreams(TokenStreamSource, Protocol):
     """Streams whose responses are stored: the part of ``TokenStreams`` that this needs."""
-
-    def stream(self, request: ValidRequest) -> TokenStream: ...
-
-    def mark_stopped(self, request: RequestId) -> None: ...
 
     def serving_identity(self, request: RequestId) -> ModelIdentity | None: ...
 
