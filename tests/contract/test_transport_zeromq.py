@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import resource
 import socket
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection
 
 import pytest
 import zmq
@@ -20,7 +22,7 @@ from transport_place import PATIENCE_S, Place, fresh_name, note
 from penstock.errors import ConfigError
 from penstock.launch.run_folder import RunFolder
 from penstock.types import WorkerId
-from penstock.wire import codec
+from penstock.wire import codec, zeromq
 from penstock.wire.codec import PROTOCOL_VERSION
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.supervisor_messages import WorkerDown
@@ -158,6 +160,43 @@ def test_closing_does_not_wait_longer_than_it_was_told() -> None:
     began = time.monotonic()
     transport.close(linger_s=0.05)
     assert time.monotonic() - began < 30  # else it would be forever
+
+
+def _echo(endpoint: str, keys: CurveKeys, line: Connection) -> None:
+    """A process that answers every message."""
+    transport = ZmqTransport(keys)
+    listener = transport.listen(endpoint)
+    line.send(listener.endpoint)
+    while True:
+        transport.wait(None, [listener])
+        while (received := listener.recv()) is not None:
+            listener.send(received.peer, received.message)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "ipc://@penstock-{name}"])
+async def test_an_async_link_notices_that_the_process_at_its_other_end_is_killed(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zeromq, "WATCHED_LINKS", 1)
+    keys, fork = CurveKeys.ephemeral(), multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    peer = fork.Process(target=_echo, args=(endpoint.format(name=fresh_name()), keys, there), daemon=True)
+    peer.start()
+    with closing(ZmqTransport(keys)) as transport:
+        address, ended = here.recv(), asyncio.Event()
+        closed, link, unwatched = (transport.connect_async(address) for _ in range(3))
+        closed.notify_disconnected(lambda: pytest.fail("it is closed"))
+        closed.close()  # and another may be watched
+        link.notify_disconnected(ended.set)
+        unwatched.notify_disconnected(lambda: pytest.fail("one too many"))
+        async with asyncio.timeout(PATIENCE_S):
+            for each in (link, unwatched):
+                assert each.send(note(0))
+                await anext(each)
+            assert not ended.is_set()
+            peer.kill()
+            await ended.wait()
+            peer.join()
 
 
 def test_an_async_link_works_on_uvloop() -> None:

@@ -273,6 +273,7 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
         quiet=router.quiet_endpoints,
     )
     router.add_report_listener(joined.on_report)
+    router.set_disconnect_listener(joined.on_disconnected)
     return joined
 
 

@@ -281,15 +281,23 @@ class RemoteWorkers:
         found = set(self._found.values())
         for endpoint in quiet:
             if endpoint in found and endpoint not in self._quiet_probes:
-                self._quiet_probes[endpoint] = now, loop.create_task(self._probe_quiet(endpoint))
+                self._quiet_probes[endpoint] = now, loop.create_task(self._probe_port(endpoint))
 
-    async def _probe_quiet(self, endpoint: str) -> None:
+    def on_disconnected(self, endpoint: str) -> None:
+        """The router's connection to the worker at ``endpoint`` has ended: find out at once whether the process has."""
+        mailbox = self._mailboxes.get(endpoint)
+        if self._loop is None or mailbox is None or mailbox.lost or endpoint in self._quiet_probes:
+            return
+        probe = self._loop.create_task(self._probe_port(endpoint, disconnected=True))
+        self._quiet_probes[endpoint] = self._clock.now(), probe
+
+    async def _probe_port(self, endpoint: str, *, disconnected: bool = False) -> None:
         mailbox = self._mailboxes.get(endpoint)
         if mailbox is None:
             return
         incarnation = mailbox.incarnation
         gone = await self._refuses(endpoint)
-        if gone and mailbox.incarnation == incarnation and endpoint in self._quiet():
+        if gone and mailbox.incarnation == incarnation and (disconnected or endpoint in self._quiet()):
             self._leave(endpoint, mailbox, "its port refuses connections")
 
     def on_report(self, endpoint: str, report: WorkerReport) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -164,12 +165,17 @@ class WorkerLinks:
         self._closing: set[asyncio.Task[None]] = set()
         self._dropped = 0  # by links that are closed
         self._opened = 0
+        self.on_disconnected: Callable[[str], None] | None = None
+        """Called with the endpoint of a worker when the connection to it ends, from links that are opened then."""
 
     def open(self, worker: WorkerId, incarnation: int, endpoint: str) -> WorkerLink:
         """Connect to a new incarnation, instead of any earlier one.  Raises ConfigError for a strange endpoint."""
         self.close_link(worker)
         self._opened += 1
-        link = WorkerLink(worker, incarnation, self._connect(endpoint, worker=worker), self._opened)
+        connected = self._connect(endpoint, worker=worker)
+        if self.on_disconnected is not None:
+            connected.notify_disconnected(partial(self.on_disconnected, endpoint))
+        link = WorkerLink(worker, incarnation, connected, self._opened)
         link.start_reading(self._handle, self._room)
         self._links[worker] = link
         return link

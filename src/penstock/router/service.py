@@ -274,6 +274,10 @@ class RouterService:
         """Call ``listener`` with each report and the endpoint of the link that it came over."""
         self._report_listeners.append(listener)
 
+    def set_disconnect_listener(self, listener: Callable[[str], None]) -> None:
+        """Call ``listener`` with the endpoint of a worker when the connection to it ends."""
+        self._links.on_disconnected = listener
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

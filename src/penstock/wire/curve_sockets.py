@@ -37,7 +37,7 @@ _NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 _HANDSHAKE_FAILED = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_HANDSHAKE_SUCCEEDED, _DISCONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
 
 
 class ConnectionGate:
@@ -129,7 +129,8 @@ class LinkKey:
 
     ``worker``: whose listener it is; empty: that of any worker, so that the keys of all are tried.  ``first``: the key
     to begin with.  ``public`` is the key that the other end has, if it has said anything; empty: no key is accepted,
-    and there is no connection.
+    and there is no connection.  ``disconnected``: after ``watch_connection``, whether a connection has ended since this
+    was last set to False.
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class LinkKey:
         self._used = b""
         self.public = b""
         self.monitor: zmq.Socket[bytes] | None = None
+        self.has_choice = False  # the listener may have one of several keys
+        self.disconnected = False
         candidates = self._candidates()
         if candidates:
             self._connect(first if first in candidates else candidates[0])
@@ -157,8 +160,14 @@ class LinkKey:
         if public:
             self._connect(public)
 
-    def try_next(self) -> None:
-        """Look whether the other end has another key than this one, and try the next that it may have."""
+    def watch_connection(self) -> None:
+        """From now on see when a connection ends."""
+        if self.monitor is None:
+            self.monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED)
+            self.monitor.setsockopt(zmq.LINGER, 0)
+
+    def read_events(self) -> None:
+        """See what became of connections, and try the next key that the other end may have if it has not this one."""
         if self.monitor is None:
             return
         failed = False
@@ -166,7 +175,10 @@ class LinkKey:
             while True:
                 payload, _address = self.monitor.recv_multipart(_NOBLOCK)
                 (event,) = struct.unpack_from("=H", payload)
-                failed = bool(event & _HANDSHAKE_FAILED) or (failed and event != _HANDSHAKE_SUCCEEDED)
+                if event == _DISCONNECTED:
+                    self.disconnected = True
+                else:
+                    failed = event != _HANDSHAKE_SUCCEEDED
         candidates = self._candidates()
         if failed and candidates and candidates != (self.public,):
             at = candidates.index(self.public) + 1 if self.public in candidates else 0
@@ -201,9 +213,9 @@ class LinkKey:
 
     def _watch(self, candidates: tuple[bytes, ...]) -> None:
         """A socket more, only where there is more than one key to try."""
-        if len(candidates) > 1 and self.monitor is None:
-            self.monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED | _HANDSHAKE_SUCCEEDED)
-            self.monitor.setsockopt(zmq.LINGER, 0)
+        self.has_choice = len(candidates) > 1
+        if self.has_choice:
+            self.watch_connection()
 
 
 class SenderKeys:

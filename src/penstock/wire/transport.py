@@ -13,7 +13,7 @@ message means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -109,6 +109,11 @@ class AsyncLink(Protocol):
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         """As ``Link.send``."""
+        ...
+
+    def notify_disconnected(self, call: Callable[[], None]) -> None:
+        """From now on ``call`` is called when a connection ends, where that is noticed: not when nothing arrives any
+        more, and not for each of very many links."""
         ...
 
     def probe_version(self) -> bool:

@@ -20,7 +20,7 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -49,6 +49,10 @@ QUEUE_MESSAGES = 16_384
 
 RECEIVED_MESSAGES = 1024
 """Messages of one peer that may wait here unread; what comes on top waits at the sender."""
+
+WATCHED_LINKS = 128
+"""Links of one process whose connections are watched, with a pair of sockets each.  The end of others is noticed by
+silence."""
 
 MIN_OPEN = 16
 """Sockets that a transport may have before it looks for closed ones."""
@@ -97,6 +101,7 @@ class ZmqTransport:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._gate: ConnectionGate | None = None
         self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []  # and some that are closed
+        self.watched_links = 0  # whose end is noticed at once
         self._most_open = MIN_OPEN  # with more of them, those that are closed are removed
         self.reload_keys()  # those inherited over fork are as old as the parent
 
@@ -381,14 +386,15 @@ class _ZmqLink:
         self._transport = transport
         self._nodes = transport.nodes
         self._proven = b""
+        self._watched = False
 
     @property
     def closed(self) -> bool:
         return self.socket.closed
 
     def recv(self) -> Received | None:
-        if self.key.monitor is not None:
-            self.key.try_next()
+        if self.key.has_choice:
+            self.key.read_events()
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
             try:
                 header = self.socket.recv(_NOBLOCK)
@@ -439,8 +445,18 @@ class _ZmqLink:
             return False
         return True
 
+    def watch_connection(self) -> bool:
+        """From now on see when the connection ends.  False where this process watches enough of them."""
+        if self._transport.watched_links >= WATCHED_LINKS:
+            return False
+        self._transport.watched_links += 1
+        self._watched = True
+        self.key.watch_connection()
+        return True
+
     def close(self, *, linger_ms: int = 0) -> None:
         if not self.closed:
+            self._transport.watched_links -= self._watched
             self.key.close()
         self.socket.close(linger=linger_ms)
 
@@ -455,9 +471,10 @@ class _ZmqAsyncLink:
         self._descriptor = _number(link.socket, zmq.FD)
         self.endpoint = link.endpoint
         self.counters = link.counters
-        self._monitor: int | None = None  # the descriptor that tells of failed handshakes
+        self._monitor: int | None = None  # the descriptor that tells of failed handshakes and ended connections
+        self._on_disconnected: Callable[[], None] | None = None
         loop.add_reader(self._descriptor, self._on_readable)
-        self._watch_handshakes()
+        self._read_monitor()
 
     @property
     def closed(self) -> bool:
@@ -474,6 +491,8 @@ class _ZmqAsyncLink:
         while not self.closed:
             await self._signal.wait()
             received = self._link.recv()
+            if self._link.key.disconnected:
+                self._note_disconnected()
             if not self._link.readable():  # a recv that raises Again takes twice as long
                 self._signal.clear()
             if received is not None:
@@ -498,20 +517,32 @@ class _ZmqAsyncLink:
             self._link.close()
             self._signal.set()
 
+    def notify_disconnected(self, call: Callable[[], None]) -> None:
+        if self._link.watch_connection():
+            self._on_disconnected = call
+            self._read_monitor()
+
     def on_keys_changed(self) -> None:
         self._link.on_keys_changed()
-        self._watch_handshakes()
+        self._read_monitor()
         self._check_readable()
 
-    def _watch_handshakes(self) -> None:
+    def _read_monitor(self) -> None:
         if self._link.key.monitor is not None and self._monitor is None:
             self._monitor = _number(self._link.key.monitor, zmq.FD)
-            self._loop.add_reader(self._monitor, self._on_handshake)
-            self._on_handshake()
+            self._loop.add_reader(self._monitor, self._on_event)
+            self._on_event()
 
-    def _on_handshake(self) -> None:
-        self._link.key.try_next()
+    def _on_event(self) -> None:
+        self._link.key.read_events()
+        if self._link.key.disconnected:
+            self._note_disconnected()
         self._check_readable()
+
+    def _note_disconnected(self) -> None:
+        self._link.key.disconnected = False
+        if self._on_disconnected is not None:
+            self._on_disconnected()
 
     def _on_readable(self) -> None:
         """The reader finds out what has come.  Until then the descriptor stays readable, unless this looks itself."""

@@ -313,6 +313,30 @@ async def test_a_quiet_worker_whose_port_refuses_connections_is_gone(refused: bo
     await joined.close()
 
 
+@pytest.mark.parametrize("refused", [True, False])
+async def test_a_worker_whose_connection_ends_is_gone_if_its_port_refuses_another(refused: bool) -> None:
+    """At once, and though nothing else says that it is quiet."""
+    told, looked = list[SupervisorMessage](), list[str]()
+
+    async def refuses(endpoint: str) -> bool:
+        looked.append(endpoint)
+        return refused
+
+    hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
+    joined = RemoteWorkers(Line, told.append, hello, clock=VirtualClock(1000.0), beat_s=3600.0, refuses=refuses)
+    joined.set_members(members_at(A, B))
+    joined.start()
+    joined.on_report(A, report_of("d"))
+    for endpoint in (A, A, B, "tcp://nowhere:1"):  # B: no worker has joined
+        joined.on_disconnected(endpoint)
+    for _ in range(6):
+        await asyncio.sleep(0)
+    assert looked == [A], "once, and only where there was a worker"
+    downs = [message.reason for message in told if isinstance(message, WorkerDown)]
+    assert downs == (["its port refuses connections"] if refused else [])
+    await joined.close()
+
+
 async def test_a_port_without_a_listener_refuses_connections_and_one_that_is_full_does_not() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         port = listener.getsockname()[1]

@@ -39,6 +39,10 @@ HOST_ALIVE_S = 3.0
 """The gateways of a host that have all said nothing for so long have no share of tenants' rates any more, and one of
 them computes no request with an idempotency key.  An idle one greets at least every two seconds."""
 
+UNREACHABLE_S = 0.5
+"""A gateway that has said nothing for so long, and has no connection any more, is gone: while one has requests it speaks
+more often, and a connection that was lost is made anew sooner."""
+
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
 
@@ -217,12 +221,18 @@ class GatewayRequests:
             return None
         return self._requests.pop(request)
 
-    def orphans_of_silent(self, now: float) -> list[GatewayRequest]:
-        """Requests of gateways that have said nothing for too long.  Those that stay away are forgotten in the end."""
+    def orphans_of_silent(self, now: float, connected: Callable[[bytes], bool]) -> list[GatewayRequest]:
+        """Requests of gateways that have said nothing for too long.  Those that stay away are forgotten in the end.
+
+        ``connected``: whether a connection still exists; it is asked for gateways with requests only.
+        """
         orphans: list[GatewayRequest] = []
+        working = {ask.gateway.name for ask in self._requests.values()} if self._requests else set[str]()
         for gateway in list(self._gateways.values()):
             quiet = now - gateway.last_seen
-            if quiet > self._silence_s and not gateway.away:
+            doubtful = quiet > UNREACHABLE_S and gateway.name in working
+            gone = quiet > self._silence_s or (doubtful and not gateway.away and not connected(gateway.peer))
+            if gone and not gateway.away:
                 gateway.away = True
                 self._by_peer.pop(gateway.peer, None)
                 orphans += self._of(gateway)

@@ -560,7 +560,7 @@ class WorkerService:
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
         self._served.send_alive()
-        for ask in self._requests.orphans_of_silent(now):
+        for ask in self._requests.orphans_of_silent(now, self._is_connected):
             self._return(ask.request, ask.epoch, ReturnReason.GATEWAY_SILENT)
         for ask in self._requests.orphans_of_replaced(self._gateway_incarnations()):
             self._cancel(ask.request, ask.epoch, now)
