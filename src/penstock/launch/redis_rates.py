@@ -62,8 +62,8 @@ if enough or changed then
 end
 return answer
 """
-"""ARGV: whether to take even what is not there; of each bucket its size, the amount, how full it is here, and whether it
-may be no fuller than that."""
+"""ARGV: whether to take even what is not there; of each bucket its size, the amount, how full it is here, and whether
+it may be no fuller than that."""
 
 
 class RedisRates:

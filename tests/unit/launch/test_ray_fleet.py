@@ -1,5 +1,7 @@
-"""``penstock ray up`` on a cluster that is played: whom it tells what when a host is down.  ``tests/cluster/test_ray.py``
-has a real one."""
+"""``penstock ray up`` on a cluster that is played: who is given what when a host is down.
+
+``tests/cluster/test_ray.py`` has a real one.
+"""
 
 from __future__ import annotations
 

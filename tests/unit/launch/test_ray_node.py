@@ -209,7 +209,8 @@ def test_a_node_whose_file_another_actor_has_leaves_it_as_it_is(
 ) -> None:
     """As of two fleets whose names differ in a blank and a dash."""
     monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.1)
-    text = 'name = "f g"\nkeys = "/keys"\n[[nodes]]\nname = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    node = 'name = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    text = f'name = "f g"\nkeys = "/keys"\n[[nodes]]\n{node}'
     order = NodeOrder(fleet="f g", node="a", text=text, digest="d")
     file = fleet_file_of(msgspec.structs.replace(order, fleet="f-g"), tmp_path)
     write_privately(file, "of the other fleet")
