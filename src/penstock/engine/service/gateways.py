@@ -43,7 +43,7 @@ REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
 
 MAX_GATEWAYS = 4096
-"""Names of gateways that a worker remembers.  Beyond them, one that is away gives way to one that is new, and where none is
+"""Names of gateways that a worker remembers.  Beyond them, one that is away gives way to a new one, and where none is
 away the new one is not answered: a stolen key of a gateway's node can say Hello under any number of names."""
 
 
