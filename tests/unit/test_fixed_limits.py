@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.cli.launch import AGENT_STOP_S
 from penstock.cli.local_service import STOP_S
 from penstock.config.node_registry import MAX_NODE_KEYS, MAX_REGISTERED_NODES
-from penstock.engine.service.gateways import MAX_LOGPROBS_PER_MESSAGE
+from penstock.engine.service.gateways import MAX_GATEWAYS, MAX_LOGPROBS_PER_MESSAGE
 from penstock.engine.service.kv_events import MAX_DEMOTED
 from penstock.grammar.matcher import (
     FIRST_LEXER_FUEL,
@@ -40,6 +40,7 @@ def test_fixed_limits_are_those_that_are_documented():
         "8,192 log-probabilities": (MAX_LOGPROBS_PER_MESSAGE, 8192),
         "16,384 messages": (QUEUE_MESSAGES, 16_384),
         "1,024 received messages": (RECEIVED_MESSAGES, 1024),
+        "remembers 4,096 gateways": (MAX_GATEWAYS, 4096),
         "4,096 nodes, 2 keys a node": ((MAX_REGISTERED_NODES, MAX_NODE_KEYS), (4096, 2)),
         "64 MiB a manifest": (MAX_BYTES, 64 * MIB),
         "the 1,000 most recently loaded": (MAX_MANIFESTS, 1000),

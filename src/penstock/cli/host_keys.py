@@ -27,6 +27,7 @@ from penstock.config.node_registry import (
     NodeKey,
     NodeRight,
     RegistryFile,
+    check_registry,
     edit_registry,
     load_registry,
     write_registry,
@@ -214,11 +215,13 @@ def _edited(folder: Path) -> Iterator[_Edit]:
     with edit_registry(folder) as held:
         edit = _Edit(held[0])
         yield edit
+        check_registry(edit.file, str(folder / REGISTRY_FILE))
+        # Secrets first: of a key in the registry without one, the rotation could only be finished to lock its node out.
+        for name, secret in edit.secrets.items():
+            _write_secret(folder, name, secret)
         held[0] = edit.file
     with locked_folder(folder, "the nodes"):
         file = load_registry(folder / REGISTRY_FILE)
-        for name, secret in edit.secrets.items():
-            _write_secret(folder, name, secret)
         for node in file.nodes:
             if (folder / node.name).is_dir():
                 write_registry(folder / node.name, file)

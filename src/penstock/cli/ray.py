@@ -44,7 +44,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--address", metavar="HOST:PORT", help="of the cluster (default: RAY_ADDRESS, or the cluster of this host)"
     )
-    parser.add_argument("--no-wait", action="store_true", help="up: return before the nodes are ready")
+    parser.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="up: wait for no node to be ready, not even for a changed one before the next drains",
+    )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="up: for all to be ready; default: %(default)g s"
     )

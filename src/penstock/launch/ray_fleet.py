@@ -94,6 +94,26 @@ class FleetRollout:
                 for node in nodes:
                     self._say(f"{node.name}: new")
                 self._create(nodes)
+        try:
+            self._restart_changed(together, actors, reports, until)
+        finally:  # also where a node is not ready in time, such as one whose host is down
+            self._update(actors, reports)
+        listed = {node.name for node in self._fleet.nodes}
+        gone = [actor for name, actor in sorted(actors.items()) if name not in listed]
+        for actor in gone:
+            self._say(f"{actor.node}: no longer in the file, drains")
+        self._remove(gone)
+        if until is not None:
+            self._wait_ready(sorted(listed), until)
+
+    def _restart_changed(
+        self,
+        together: Sequence[Sequence[FleetNode]],
+        actors: Mapping[str, NodeActor],
+        reports: Mapping[str, NodeReport | None],
+        until: float | None,
+    ) -> None:
+        """One after the other; nodes that have workers together at once.  Raises PenstockError."""
         for nodes in together:
             there = [actors[node.name] for node in nodes if node.name in actors]
             if not there:
@@ -109,14 +129,6 @@ class FleetRollout:
             self._create(nodes)
             if until is not None:
                 self._wait_ready([node.name for node in nodes], until)
-        self._update(actors, reports)
-        listed = {node.name for node in self._fleet.nodes}
-        gone = [actor for name, actor in sorted(actors.items()) if name not in listed]
-        for actor in gone:
-            self._say(f"{actor.node}: no longer in the file, drains")
-        self._remove(gone)
-        if until is not None:
-            self._wait_ready(sorted(listed), until)
 
     def down(self) -> int:
         """Drain and remove all nodes of this fleet; returns how many there were."""

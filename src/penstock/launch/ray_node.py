@@ -380,9 +380,9 @@ def started_node(order: NodeOrder, folder: Path) -> StartedNode:
     fleet, node = order.parsed()
     file = fleet_file_of(order, folder)
     config = load_node(fleet, node, str(file))
-    write_privately(file, order.text)
     place = file.with_suffix(".lease")
     lease = LeaseHolder(place)
+    write_privately(file, order.text)  # with the lease: it may be what another node's gateways follow
     command = sidecar.python_command("penstock", "node", str(file), "--name", node.name, "--lease", str(place))
     process = NodeProcess(
         command,

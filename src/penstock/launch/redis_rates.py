@@ -37,33 +37,33 @@ MAX_PENDING = 1024
 _SCRIPT = """
 local t = redis.call('TIME')
 local now = t[1] + t[2] / 1000000
-local left, enough, answer = {}, true, {}
+local left, enough, changed, answer = {}, true, false, {}
 for i, key in ipairs(KEYS) do
-  local size, amount, full = tonumber(ARGV[3*i]), tonumber(ARGV[3*i+1]), tonumber(ARGV[3*i+2])
+  local size, amount, full = tonumber(ARGV[4*i-2]), tonumber(ARGV[4*i-1]), tonumber(ARGV[4*i])
   local known = redis.call('HMGET', key, 'left', 'at')
   left[i] = size * full
   if known[1] then
     left[i] = math.min(size, tonumber(known[1]) + math.max(0, now - tonumber(known[2])) * size / 60)
   end
-  if ARGV[2] == '1' then
-    left[i] = math.min(left[i], size * full)
+  if ARGV[4*i+1] == '1' then
+    left[i], changed = math.min(left[i], size * full), true
   end
   enough = enough and left[i] >= math.min(size, amount)
   answer[i] = string.format('%.6f', left[i])
 end
 enough = enough or ARGV[1] == '1'
-if enough or ARGV[2] == '1' then
+if enough or changed then
   for i, key in ipairs(KEYS) do
-    local size = tonumber(ARGV[3*i])
-    local rest = left[i] - (enough and tonumber(ARGV[3*i+1]) or 0)
+    local size = tonumber(ARGV[4*i-2])
+    local rest = left[i] - (enough and tonumber(ARGV[4*i-1]) or 0)
     redis.call('HSET', key, 'left', string.format('%.6f', rest), 'at', string.format('%.6f', now))
     redis.call('PEXPIRE', key, math.ceil((size - rest) / size * 60000) + 1000)
   end
 end
 return answer
 """
-"""ARGV: whether to take even what is not there; whether a bucket may be no fuller than here; of each bucket its size,
-the amount, and how full it is here."""
+"""ARGV: whether to take even what is not there; of each bucket its size, the amount, how full it is here, and whether
+it may be no fuller than that."""
 
 
 class RedisRates:
@@ -92,7 +92,7 @@ class RedisRates:
         self._key = blake2b(key, digest_size=32).digest()
         self._timeout_s = timeout_s
         self._pending: set[asyncio.Task[Any]] = set()
-        self._charged: set[str] | None = None  # tenants, since Redis was back; None: it was never away
+        self._charged: set[tuple[str, str]] | None = None  # tenant and unit, since Redis was back; None: never away
         self._returning: asyncio.Task[None] | None = None  # while Redis is away
 
     @property
@@ -105,9 +105,9 @@ class RedisRates:
     ) -> list[BucketLevel] | None:
         if not self.is_up:
             return None
-        words: list[int | float] = [int(force), int(self._is_first_since_return(tenant))]
+        words: list[int | float] = [int(force)]
         for charge, part in zip(charges, filled, strict=True):
-            words += [charge.size, charge.amount, part]
+            words += [charge.size, charge.amount, part, int(self._is_first_since_return(tenant, charge.unit))]
         name = blake2b(tenant.encode(), digest_size=16, key=self._key).hexdigest()
         keys = [f"penstock:rate:1:{{{name}}}:{charge.unit}" for charge in charges]
         try:
@@ -118,11 +118,11 @@ class RedisRates:
             self._on_failure(error)
             return None
 
-    def _is_first_since_return(self, tenant: str) -> bool:
-        """What hosts admitted while Redis was away is not counted there, so its buckets may be too full."""
-        if self._charged is None or tenant in self._charged:
+    def _is_first_since_return(self, tenant: str, unit: str) -> bool:
+        """What hosts admitted while Redis was away is not counted there, so each of its buckets may be too full."""
+        if self._charged is None or (tenant, unit) in self._charged:
             return False
-        self._charged.add(tenant)
+        self._charged.add((tenant, unit))
         return True
 
     def charge_later(self, tenant: str, charge: BucketCharge, filled: float) -> None:

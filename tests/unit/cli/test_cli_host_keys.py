@@ -123,3 +123,17 @@ def test_both_forms_are_told_apart(folder: Path, tmp_path: Path) -> None:
     assert isinstance(host_keys(config, NodeRight.WORKER, node="b"), NodeKeys)
     with pytest.raises(ConfigError, match="no right to have a gateway"):
         host_keys(config, NodeRight.GATEWAY)
+
+
+def test_a_key_whose_secret_cannot_be_written_is_in_no_registry(folder: Path) -> None:
+    before = (folder / "nodes.json").read_bytes()
+    (folder / "c").write_text("in the way of the folder of c")
+    assert run("add", folder, "c") == 2
+    secret = folder / "b" / "node.secret"
+    secret.unlink()
+    secret.mkdir()  # a file cannot take its place
+    assert run("rotate", folder, "b") == 2
+    assert (folder / "nodes.json").read_bytes() == before
+    secret.rmdir()
+    assert run("rotate", folder, "b") == 0
+    assert NodeKeys.load(folder / "b").node == "b"

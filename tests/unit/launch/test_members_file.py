@@ -136,6 +136,7 @@ def test_the_workers_of_a_fleet_file_are_members_those_of_one_node_aside() -> No
         (b"name = ", "not TOML"),
         (NODES.replace("address", "adress").encode(), "adress"),
         (b'name = "f"', "it has neither"),
+        (NODES.encode() + b"#" * 600, "more than max_members_bytes, 600"),
     ):
         with pytest.raises(ConfigError, match=because):
             parse_fleet_members(raw, LIMITS)

@@ -30,6 +30,7 @@ from penstock.launch.ray_node import (
     latest_order,
     node_digest,
     node_gateways,
+    started_node,
     write_privately,
 )
 from penstock.launch.service_notify import READY, notify_service_manager
@@ -201,6 +202,23 @@ def test_an_actor_that_is_started_again_goes_on_with_the_latest_text(tmp_path: P
     for other in (more.replace("gateways = 1", "gateways = 2"), "name = ", more.replace('"a"', '"c"')):
         write_privately(file, other)
         assert latest_order(order, tmp_path) == order, "it is of another node than this order's"
+
+
+def test_a_node_whose_file_another_actor_has_leaves_it_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of two fleets whose names differ in a blank and a dash."""
+    monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.1)
+    node = 'name = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    text = f'name = "f g"\nkeys = "/keys"\n[[nodes]]\n{node}'
+    order = NodeOrder(fleet="f g", node="a", text=text, digest="d")
+    file = fleet_file_of(msgspec.structs.replace(order, fleet="f-g"), tmp_path)
+    write_privately(file, "of the other fleet")
+    other = LeaseHolder(file.with_suffix(".lease"))
+    with pytest.raises(TimeoutError, match="is locked by another process"):
+        started_node(order, tmp_path)
+    assert file.read_text() == "of the other fleet"
+    other.close()
 
 
 def test_a_change_of_state_is_waited_for(tmp_path: Path) -> None:

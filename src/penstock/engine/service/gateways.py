@@ -46,6 +46,10 @@ more often, and a connection that was lost is made anew sooner."""
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
 
+MAX_GATEWAYS = 4096
+"""Names of gateways that a worker remembers.  Beyond them, one that is away gives way to a new one, and where none is
+away the new one is not answered: a stolen key of a gateway's node can say Hello under any number of names."""
+
 
 @dataclass(slots=True)
 class GatewayRequest:
@@ -150,7 +154,8 @@ class GatewayRequests:
         """A gateway is (still) there.  A process or connection that was replaced meanwhile has nothing here.
 
         A gateway of the same name on another connection takes its place when the earlier one is gone or has been
-        silent for ``ALIVE_S``: a gateway that is alive is never displaced.
+        silent for ``ALIVE_S``: a gateway that is alive is never displaced.  A connection speaks for one gateway: under
+        another name it is another gateway, and what the earlier one has here is orphaned.
         """
         known = self._gateways.get(message.gateway)
         other = known is not None and known.peer != peer and not known.away
@@ -162,9 +167,14 @@ class GatewayRequests:
         if known is not None and (known.incarnation, known.connection) > said and now - known.last_seen < ALIVE_S:
             # What waited on a connection that is closed already must not be taken for the gateway's present one.
             return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), [], [])
+        earlier = self._by_peer.get(peer)
+        if earlier is not None and earlier.name != message.gateway:
+            orphans = self._forget(earlier)
+        if known is None and len(self._gateways) >= MAX_GATEWAYS and not self._forget_one_away():
+            return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), orphans, [])
         if known is None or known.incarnation != message.incarnation:
             if known is not None:
-                orphans = self._of(known)
+                orphans += self._of(known)
                 self._by_peer.pop(known.peer, None)
             known = self._gateways[message.gateway] = ConnectedGateway(message.gateway, message.incarnation, peer, now)
         elif known.peer != peer:
@@ -292,6 +302,20 @@ class GatewayRequests:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def _forget(self, gateway: ConnectedGateway) -> list[GatewayRequest]:
+        """Its requests, for which no gateway waits any more."""
+        if self._by_peer.get(gateway.peer) is gateway:
+            del self._by_peer[gateway.peer]
+        del self._gateways[gateway.name]
+        return self._of(gateway)
+
+    def _forget_one_away(self) -> bool:
+        """Whether there was one: its requests are gone already."""
+        away = next((gateway for gateway in self._gateways.values() if gateway.away), None)
+        if away is not None:
+            self._forget(away)
+        return away is not None
 
     def _of(self, gateway: ConnectedGateway) -> list[GatewayRequest]:
         return [ask for ask in self._requests.values() if ask.gateway is gateway]

@@ -28,8 +28,7 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_members(raw: bytes, limits: MembershipConfig) -> tuple[Member, ...]:
     """The members of a file's content.  Raises ConfigError in one line."""
-    if len(raw) > limits.max_members_bytes:
-        raise ConfigError(f"more than max_members_bytes, {limits.max_members_bytes}")
+    _check_size(raw, limits)
     try:
         members = msgspec.json.decode(raw, type=_Content).members
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -57,11 +56,18 @@ def parse_fleet_members(raw: bytes, limits: MembershipConfig, *, but: str = "") 
 
     Raises ConfigError in one line.
     """
+    _check_size(raw, limits)  # of a longer file only the beginning was read, and it may be a fleet of fewer nodes
     fleet = parse_fleet(raw, "fleet file:")
     found = [member for node in fleet.nodes if node.name != but for member in node_members(fleet, node)]
     if len(found) > limits.max_members:
         raise ConfigError(f"{len(found)} workers; at most max_members, {limits.max_members}, are used")
     return tuple(found)
+
+
+def _check_size(raw: bytes, limits: MembershipConfig) -> None:
+    """Raises ConfigError."""
+    if len(raw) > limits.max_members_bytes:
+        raise ConfigError(f"more than max_members_bytes, {limits.max_members_bytes}")
 
 
 MembersParser = Callable[[bytes, MembershipConfig], tuple[Member, ...]]

@@ -41,6 +41,7 @@ class RayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the child: all members there are now, or why they are not known."""
 
     members: tuple[Member, ...] = ()
+    silent: tuple[str, ...] = ()  # nodes with an actor that has not answered this child yet: their members stay
     problem: str | None = None
 
 
@@ -105,7 +106,8 @@ class RayMembers:
             answer = msgspec.json.decode(line, type=RayAnswer)
             self._problem.note(answer.problem)
             if answer.problem is None:
-                members = self._checked(answer.members)
+                kept = [one for one in self._members or () if one.labels.get("node") in answer.silent]
+                members = self._checked((*answer.members, *kept))
                 if members != self._members:
                     self._members = members
                     tell(members)

@@ -44,7 +44,8 @@ def _answer(lane: socket.socket, cluster: RayCluster, question: RayQuestion) -> 
             if report is not None:
                 known[node] = report.gateways if question.wanted is MemberKind.GATEWAYS else report.members
         known = {node: known[node] for node in sorted(actors.keys() & known.keys())}
-        _send(lane, RayAnswer(members=tuple(member for members in known.values() for member in members)))
+        members = tuple(member for members in known.values() for member in members)
+        _send(lane, RayAnswer(members=members, silent=tuple(sorted(actors.keys() - known.keys()))))
         time.sleep(question.poll_s)
 
 

@@ -1,10 +1,11 @@
-"""Which gateways count as gone, and what that does to their requests."""
+"""Which gateways a worker remembers, and how many; which count as gone, and what that does to their requests."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.engine.service.gateways import UNREACHABLE_S, GatewayRequests
+from penstock.engine.service import gateways
+from penstock.engine.service.gateways import UNREACHABLE_S, GatewayRequests, HelloResult
 from penstock.hashing import chain_root
 from penstock.types import GREEDY, ModelIdentity, RequestId, RequestStage, SamplingParams, WorkerId, pack_token_ids
 from penstock.wire.gateway_messages import Hello, Recipient, Submit
@@ -24,6 +25,10 @@ def submit(name: str) -> Submit:
         sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
         root=chain_root(IDENTITY),
     )
+
+
+def hello(requests: GatewayRequests, name: str, peer: bytes, now: float = 0.0) -> HelloResult:
+    return requests.on_hello(peer, Hello(gateway=name, incarnation=1), now, lambda peer: True)
 
 
 def two_gateways(*working: bytes) -> GatewayRequests:
@@ -72,3 +77,31 @@ def test_a_gateway_that_was_gone_and_speaks_is_there_again() -> None:
     requests.on_hello(b"another", Hello(gateway="a", incarnation=1, connection=1), 1.1)
     assert "a" in [gateway.name for gateway in requests.gateways()]
     assert requests.is_connected(b"another")
+
+
+def test_a_connection_speaks_for_one_gateway() -> None:
+    requests = GatewayRequests(SILENCE_S)
+    hello(requests, "g", b"1")
+    assert requests.submit(b"1", submit("r"), 0.0) is not None
+    for number in range(100):
+        result = hello(requests, f"g-{number}", b"1")
+        assert [ask.request for ask in result.orphans] == (["r"] if number == 0 else [])
+        for ask in result.orphans:
+            requests.remove(ask.request, ask.epoch)
+    assert [gateway.name for gateway in requests.gateways()] == ["g-99"]
+    assert requests.is_connected(b"1")
+
+
+def test_names_that_are_said_are_bounded_and_none_that_lives_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateways, "MAX_GATEWAYS", 3)
+    requests = GatewayRequests(SILENCE_S)
+    for name, peer in (("a", b"1"), ("b", b"2"), ("c", b"3")):
+        hello(requests, name, peer)
+    hello(requests, "d", b"4")
+    assert not requests.is_connected(b"4")
+    hello(requests, "a", b"1", SILENCE_S + 1.0)
+    hello(requests, "c", b"3", SILENCE_S + 1.0)
+    assert requests.orphans_of_silent(SILENCE_S + 1.0, lambda peer: True) == []
+    hello(requests, "d", b"2", SILENCE_S + 1.0)  # over the connection that b had
+    assert [gateway.name for gateway in requests.gateways()] == ["a", "c", "d"]
+    assert all(map(requests.is_connected, (b"1", b"2", b"3")))
