@@ -55,7 +55,6 @@ class InMemoryHub:
         self._mailboxes: dict[str, _Box] = {}
         self._listening: set[str] = set()
         self._links: dict[bytes, _Box] = {}
-        self._watchers: dict[str, dict[bytes, Callable[[], None]]] = {}  # by endpoint and link
         self._made = 0
 
     def listen(self, endpoint: str) -> Listener:
@@ -82,7 +81,6 @@ class InMemoryHub:
         self._mailboxes.clear()
         self._listening.clear()
         self._links.clear()
-        self._watchers.clear()
 
     def to_listener(self, endpoint: str, parcel: _Parcel) -> bool:
         """For links that are open: leave a parcel in a mailbox, whether or not somebody listens yet."""
@@ -97,17 +95,10 @@ class InMemoryHub:
         """For listeners: closed, and what waited is dropped."""
         self._listening.discard(endpoint)
         self._mailboxes.pop(endpoint, None)
-        for call in tuple(self._watchers.get(endpoint, {}).values()):
-            call()
 
-    def watch_listener(self, endpoint: str, peer: bytes, call: Callable[[], None]) -> None:
-        """For links: ``call`` when this listener is closed."""
-        self._watchers.setdefault(endpoint, {})[peer] = call
-
-    def remove_link(self, endpoint: str, peer: bytes) -> None:
+    def remove_link(self, peer: bytes) -> None:
         """For links: closed; sending to it answers False from now on."""
         self._links.pop(peer, None)
-        self._watchers.get(endpoint, {}).pop(peer, None)
 
     def _mailbox(self, endpoint: str) -> _Box:
         return self._mailboxes.setdefault(endpoint, _Box())
@@ -162,13 +153,9 @@ class _MemoryLink:
         """Put any bytes on the wire."""
         return self._hub.to_listener(self.endpoint, _Parcel(self._peer, header, payload))
 
-    def watch_listener(self, call: Callable[[], None]) -> None:
-        """``call`` when the other end is closed."""
-        self._hub.watch_listener(self.endpoint, self._peer, call)
-
     def close(self) -> None:
         self.box.parcels.clear()
-        self._hub.remove_link(self.endpoint, self._peer)
+        self._hub.remove_link(self._peer)
 
 
 class _MemoryAsyncLink:
@@ -200,7 +187,7 @@ class _MemoryAsyncLink:
         return self._link.send(message, payload)
 
     def notify_disconnected(self, call: Callable[[], None]) -> None:
-        self._link.watch_listener(call)
+        del call  # no connection ends here but with one of its ends
 
     def probe_version(self) -> bool:
         return self._link.send_raw(version_probe())
