@@ -271,16 +271,15 @@ class _ConnectionLimit:
 
     def update(self) -> None:
         """Count connections that came and went."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                payload, _address = self._events.recv_multipart(_NOBLOCK)
-                event, descriptor = struct.unpack("=HI", payload)
-                if event == _LISTENING:
-                    if self._listening is not None:
-                        self._listening.close()
-                    self._listening = socket.socket(fileno=os.dup(descriptor))
-                else:
-                    self._connected += 1 if event == _ACCEPTED else -1
+        while readable(self._events):
+            payload, _address = self._events.recv_multipart(_NOBLOCK)
+            event, descriptor = struct.unpack("=HI", payload)
+            if event == _LISTENING:
+                if self._listening is not None:
+                    self._listening.close()
+                self._listening = socket.socket(fileno=os.dup(descriptor))
+            else:
+                self._connected += 1 if event == _ACCEPTED else -1
         full = self._connected >= self._most
         if full != self._shut and self._listening is not None:
             self._shut = full

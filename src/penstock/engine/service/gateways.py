@@ -40,8 +40,8 @@ HOST_ALIVE_S = 3.0
 them computes no request with an idempotency key.  An idle one greets at least every two seconds."""
 
 UNREACHABLE_S = 0.5
-"""A gateway that has said nothing for so long, and has no connection any more, is gone: while one has requests it speaks
-more often, and a connection that was lost is made anew sooner."""
+"""A gateway that has said nothing for so long, and has no connection any more, is gone: with requests it speaks more
+often, and a connection that was lost is made anew sooner."""
 
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
@@ -147,6 +147,7 @@ class GatewayRequests:
         self._requests: dict[RequestId, GatewayRequest] = {}
         self._gateways: dict[str, ConnectedGateway] = {}
         self._by_peer: dict[bytes, ConnectedGateway] = {}
+        self._connected: tuple[ConnectedGateway, ...] | None = None  # until one comes or goes
 
     def on_hello(
         self, peer: bytes, message: Hello, now: float, connected: Callable[[bytes], bool] = lambda peer: False
@@ -174,16 +175,16 @@ class GatewayRequests:
             return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), orphans, [])
         if known is None or known.incarnation != message.incarnation:
             if known is not None:
-                orphans += self._of(known)
-                self._by_peer.pop(known.peer, None)
+                orphans += self._forget(known)
             known = self._gateways[message.gateway] = ConnectedGateway(message.gateway, message.incarnation, peer, now)
+            self._connected = None
         elif known.peer != peer:
             cut_off = self._of(known)
             self._by_peer.pop(known.peer, None)
             known.peer = peer
             known.reported_at = float("-inf")
         if known.away:
-            known.reported_at = float("-inf")
+            known.reported_at, self._connected = float("-inf"), None
         known.connection = message.connection
         self._by_peer[peer] = known
         known.last_seen = now
@@ -243,9 +244,7 @@ class GatewayRequests:
             doubtful = quiet > UNREACHABLE_S and gateway.name in working
             gone = quiet > self._silence_s or (doubtful and not gateway.away and not connected(gateway.peer))
             if gone and not gateway.away:
-                gateway.away = True
-                self._by_peer.pop(gateway.peer, None)
-                orphans += self._of(gateway)
+                orphans += self._lose(gateway)
             if quiet > self._silence_s + REMEMBERED_S:
                 del self._gateways[gateway.name]
         return orphans
@@ -256,9 +255,7 @@ class GatewayRequests:
         for name, incarnation in incarnations.items():
             gateway = self._gateways.get(name)
             if gateway is not None and gateway.incarnation < incarnation and not gateway.away:
-                gateway.away = True
-                self._by_peer.pop(gateway.peer, None)
-                orphans += self._of(gateway)
+                orphans += self._lose(gateway)
         return orphans
 
     def confirmations_due(self, now: float) -> list[tuple[ConnectedGateway, ConfirmRequests]]:
@@ -270,9 +267,11 @@ class GatewayRequests:
                 asked.setdefault(ask.gateway.name, (ask.gateway, []))[1].append((ask.request, ask.epoch))
         return [(gateway, ConfirmRequests(requests=tuple(requests))) for gateway, requests in asked.values()]
 
-    def gateways(self) -> list[ConnectedGateway]:
-        """The gateways that are connected now."""
-        return [gateway for gateway in self._gateways.values() if not gateway.away]
+    def gateways(self) -> tuple[ConnectedGateway, ...]:
+        """The gateways that are connected now.  The same object until one comes or goes."""
+        if self._connected is None:
+            self._connected = tuple(gateway for gateway in self._gateways.values() if not gateway.away)
+        return self._connected
 
     def host_of(self, peer: bytes) -> str:
         """The host of the gateway with this connection; empty where it has said none."""
@@ -305,9 +304,14 @@ class GatewayRequests:
 
     def _forget(self, gateway: ConnectedGateway) -> list[GatewayRequest]:
         """Its requests, for which no gateway waits any more."""
+        del self._gateways[gateway.name]
+        return self._lose(gateway)
+
+    def _lose(self, gateway: ConnectedGateway) -> list[GatewayRequest]:
+        """It is away; its requests."""
+        gateway.away, self._connected = True, None
         if self._by_peer.get(gateway.peer) is gateway:
             del self._by_peer[gateway.peer]
-        del self._gateways[gateway.name]
         return self._of(gateway)
 
     def _forget_one_away(self) -> bool:

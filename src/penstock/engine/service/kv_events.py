@@ -4,7 +4,7 @@
 
     something changes -------> one report to every gateway, at most every report_min_s and reports_per_s to all
     a gateway says Hello ----> one report to that gateway, at most every report_max_s (report_waiting_s while
-                               requests wait here); its first Hello is answered at once
+                               requests wait here), with many gateways to several together; its first at once
 
     blocks become known or are evicted --note--> changed --take (once a step)--> KvEvents 7, 8, 9 …
     a gateway that missed some, or is new ----------------snapshot---------> KvEvents 9 in parts: all that is known
@@ -39,6 +39,11 @@ from penstock.wire.transport import Listener
 
 MAX_DEMOTED = 1 << 18
 """Blocks that are known to be below; those that sank first are forgotten beyond that."""
+
+RESPONSES_PAUSE_S, RESPONSES_PAUSE_GATEWAYS = 0.1, 300
+"""An idle worker of so many gateways responds to Hellos once in so long, to all that have come by then, and with fewer
+gateways sooner in proportion.  A message that leaves alone wakes the transport's thread, which costs more than to make
+it: 300 gateways say 150 Hellos a second."""
 
 LOOKED_AT = 8
 """Blocks that are looked at again at a time."""
@@ -225,6 +230,8 @@ class KvEventPublisher:
         self._changed = True  # since the last report to all
         self._reported_at = -inf  # when that was
         self._step_s = 0.0  # the step time in it
+        self._greeted: dict[ConnectedGateway, None] = {}  # who have said Hello since they were sent a report
+        self._responded_at = -inf  # when gateways were last sent one in response to their Hellos
 
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
         assert self._demoted is not None, "there are lower tiers"
@@ -245,7 +252,9 @@ class KvEventPublisher:
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def on_hello(self, gateway: ConnectedGateway, hello: Hello) -> None:
-        """A gateway may ask for a snapshot; a second request while one is being sent to it is ignored."""
+        """It will be sent a report.  A second request for a snapshot while one is being sent to it is ignored."""
+        if gateway.greeted:
+            self._greeted[gateway] = None
         receives = self._snapshot is not None and gateway in self._snapshot.to
         if hello.kv_snapshot and not receives and gateway not in self._snapshot_requests:
             gateway.follows_cache = True
@@ -271,9 +280,12 @@ class KvEventPublisher:
         due = 0.0 if self._unknown_peers or (self._snapshot_requests and not self._log) else inf
         if gateways and self._has_news:
             due = min(due, self._reported_at + self._min_pause(gateways) - now)
-        pause = self._pause(waiting)
-        owed = (gateway.reported_at + pause - now for gateway in gateways if gateway.greeted)
-        return max(0.0, min(due, min(owed, default=inf)))
+        pause, together = self._pause(waiting), self._responded_at + self._responses_pause(gateways, waiting)
+        owed = [gateway.reported_at + pause for gateway in self._greeted if not gateway.away]
+        if owed:
+            first = min(owed)
+            due = min(due, (first if first == -inf else max(first, together)) - now)
+        return max(0.0, due)
 
     def send_due(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> None:
         """Called once a turn of the loop: sends what is due."""
@@ -285,10 +297,14 @@ class KvEventPublisher:
         if self._has_news and now - self._reported_at >= self._min_pause(gateways):
             self.report(gateways, now)
         pause = self._pause(waiting)
-        owed = [gateway for gateway in gateways if gateway.greeted and now - gateway.reported_at >= pause]
-        if owed:
+        owed = [each for each in self._greeted if now - each.reported_at >= pause]
+        together = now - self._responded_at >= self._responses_pause(gateways, waiting)
+        if owed and (together or any(gateway.reported_at == -inf for gateway in owed)):
+            self._responded_at = now
+            for gateway in owed:
+                del self._greeted[gateway]
             self._sink()
-            self._send(owed, gateways, self._make(), now)
+            self._send([gateway for gateway in owed if not gateway.away], gateways, self._make(), now)
         self._go_on()
 
     def has_announced(self, step_s: float, now: float) -> bool:
@@ -330,6 +346,9 @@ class KvEventPublisher:
     def _min_pause(self, gateways: Sequence[ConnectedGateway]) -> float:
         return max(self._config.report_min_s, len(gateways) / self._config.reports_per_s)
 
+    def _responses_pause(self, gateways: Sequence[ConnectedGateway], waiting: bool) -> float:
+        return 0.0 if waiting else RESPONSES_PAUSE_S * min(1.0, len(gateways) / RESPONSES_PAUSE_GATEWAYS)
+
     def _pause(self, waiting: bool) -> float:
         return self._config.report_waiting_s if waiting else self._config.report_max_s
 
@@ -368,6 +387,7 @@ class KvEventPublisher:
                 gateways=busy,
                 kv_sequence=sequence,
             )
+            self._greeted.pop(gateway, None)
             gateway.greeted, gateway.reported_at, gateway.counters = False, now, report.counters
             if not self._listener.send(gateway.peer, own):
                 gateway.counted_at = -inf
