@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import multiprocessing
 import os
 import resource
@@ -25,7 +26,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -128,7 +128,10 @@ class Played:
 
 
 def play(workers: list[Played], over: Callable[[], bool], stretch: float) -> None:
-    """Until ``over``: who was spoken to takes its turn at once, all every 10 ms, or less often if many or idle."""
+    """Until ``over``: who was spoken to takes its turn at once, all every 10 ms, or less often if many or idle.
+
+    The first takes one each time, which also answers connections of all of them: their transport is one.
+    """
     clock = stretched_time.StretchedClock(stretch)
     poller = zmq.Poller()
     by_socket: dict[Any, Played] = {}
@@ -138,7 +141,7 @@ def play(workers: list[Played], over: Callable[[], bool], stretch: float) -> Non
         by_socket[socket] = worker
     looked, pause = 0.0, max(0.01, len(workers) / (25_600 if workers[0].busy else 1_500))
     while not over():
-        spoken = [by_socket[socket] for socket, _ in poller.poll(10 * stretch)]
+        spoken = [workers[0], *(by_socket[socket] for socket, _ in poller.poll(10 * stretch))]
         now = clock.now()
         if now - looked >= pause:
             looked, spoken = now, workers
@@ -148,7 +151,10 @@ def play(workers: list[Played], over: Callable[[], bool], stretch: float) -> Non
 
 async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float, stretch: float) -> dict[str, float]:
     """A gateway's part that hears workers; what it cost this process, and what it cost to join them."""
-    transport, clock = ZmqTransport(keys, intervals=stretched_time.intervals(stretch)), stretched_time.StretchedClock(stretch)
+    transport, clock = (
+        ZmqTransport(keys, intervals=stretched_time.intervals(stretch)),
+        stretched_time.StretchedClock(stretch),
+    )
     config = GatewayConfig(name="g0", model_name="bench")
     router = RouterService(config, connect=transport.connect_async, clock=clock, suspect=print)
     hello = Hello(gateway=config.name, incarnation=1, discovery=True)
@@ -170,7 +176,7 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float, stretch
     until = began + 60.0 + len(endpoints) / 20
     wanted = 0
     while (ready := len(router.fleet.ready(Role.BOTH, None))) < len(endpoints):
-        assert clock.now() < until, f"{ready} of {len(endpoints)} are ready"
+        assert clock.now() < until, f"{ready} of {len(endpoints)} are ready: try a larger --stretch"
         if ready == wanted:
             wanted = min(len(endpoints), wanted + round(JOINED_AT_ONCE * stretch))
             joined.set_members(members[:wanted])
@@ -245,6 +251,7 @@ def main() -> None:
     parser.add_argument("--gateway", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.gateway is not None:
+        logging.getLogger("penstock").setLevel(logging.ERROR)  # that it waits for workers is what is measured
         endpoints = json.loads((given.gateway / "endpoints.json").read_text())
         work = gateway(endpoints, CurveKeys.load(given.gateway), given.seconds, given.stretch)
         print(json.dumps(stretched_time.run(work, given.stretch)))

@@ -1,8 +1,8 @@
 """Time that passes K times slower for everything that a process does by time, so that few cores can stand for many.
 
-All that is periodic comes K times less often: the clock, the timers of the event loop, and those of ZeroMQ's I/O thread
-are stretched together.  What is done each time is done at its real speed.  So CPU seconds of a stretched second are what
-the same process takes of a core in a real one, though this machine has not the cores for its peers.
+All that is periodic comes K times less often: the clock, the timers of the event loop and those of ZeroMQ's I/O thread
+are stretched together.  What is done each time is done at its real speed.  So CPU seconds of a stretched second are
+what the same process takes of a core in a real one, though this machine has not the cores for its peers.
 
 Not stretched: how long work takes.  Messages that would have come together may come one by one, each with a wake-up of
 its own, so a stretched figure is an upper bound of the real one; how far above is found by measuring with several K.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import uvloop
 
@@ -23,6 +23,7 @@ from penstock.launch import event_loop
 from penstock.wire.zeromq import INTERVALS, ZmqIntervals
 
 _Result = TypeVar("_Result")
+_Words = TypeVarTuple("_Words")
 
 
 class StretchedClock:
@@ -46,12 +47,20 @@ class StretchedLoop(uvloop.Loop):
         return super().time() / self._stretch
 
     def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[*_Words], object],
+        *args: *_Words,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         return super().call_later(delay * self._stretch, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*_Words], object],
+        *args: *_Words,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         return super().call_at(when * self._stretch, callback, *args, context=context)
 
