@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -151,10 +152,8 @@ def play(workers: list[Played], over: Callable[[], bool], stretch: float) -> Non
 
 async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float, stretch: float) -> dict[str, float]:
     """A gateway's part that hears workers; what it cost this process, and what it cost to join them."""
-    transport, clock = (
-        ZmqTransport(keys, intervals=stretched_time.intervals(stretch)),
-        stretched_time.StretchedClock(stretch),
-    )
+    transport = ZmqTransport(keys, intervals=stretched_time.intervals(stretch))
+    clock = stretched_time.StretchedClock(stretch)
     config = GatewayConfig(name="g0", model_name="bench")
     router = RouterService(config, connect=transport.connect_async, clock=clock, suspect=print)
     hello = Hello(gateway=config.name, incarnation=1, discovery=True)
@@ -183,9 +182,10 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float, stretch
         await asyncio.sleep(0.1)
     row = {"joining_cpu_s": cpu_s() - before, "joining_s": clock.now() - began}
     await asyncio.sleep(WARM_UP_S)
-    before, began, reports = cpu_s(), clock.now(), 0
+    before, loop_before, began, reports = cpu_s(), time.thread_time(), clock.now(), 0
     await asyncio.sleep(seconds)
-    row |= {"cpu_s": cpu_s() - before, "seconds": clock.now() - began, "reports": reports}
+    row |= {"cpu_s": cpu_s() - before, "loop_cpu_s": time.thread_time() - loop_before}
+    row |= {"seconds": clock.now() - began, "reports": reports}
     row["ready"] = len(router.fleet.ready(Role.BOTH, None))
     await joined.close()
     await router.close()

@@ -70,8 +70,8 @@ class Row:
 def idle(options: argparse.Namespace) -> Iterator[Row]:
     """16 gateways, 200 idle workers: what one of the gateways takes."""
     rounds = [_hear(200, options) for _ in range(options.rounds)]
-    cores = [core for core, *_ in rounds]
-    shown, rate = ", ".join(f"{core:.1f}" for core in cores), statistics.median(rate for _, rate, _ in rounds)
+    cores = [_core(row) for row in rounds]
+    shown, rate = ", ".join(f"{core:.1f}" for core in cores), statistics.median(_rate(row, 200) for row in rounds)
     told = f"rounds {shown}; {rate:.2f} reports/s from each"
     yield Row(
         "idle",
@@ -86,12 +86,14 @@ def idle(options: argparse.Namespace) -> Iterator[Row]:
 def gateway(options: argparse.Namespace) -> Iterator[Row]:
     """The same by number of workers."""
     for workers in options.workers:
-        core, rate, joining = _hear(workers, options)
-        told = f"{rate:.2f} reports/s from each, {rate * workers:,.0f} in all"
+        row = _hear(workers, options)
+        core, rate = _core(row), _rate(row, workers)
+        told = f"{100 * row['loop_cpu_s'] / row['seconds']:.1f} % its event loop, the rest ZeroMQ's I/O thread; "
+        told += f"{rate:.2f} reports/s from each, {rate * workers:,.0f} in all"
         if (stretch := _stretch(workers, options)) != 1:
             told += f"; time stretched {stretch:g} times"
         yield Row("gateway", f"{workers} idle workers", core, "% of a core", None, told)
-        yield Row("gateway", f"to join {workers} workers", joining, "CPU seconds", None)
+        yield Row("gateway", f"to join {workers} workers", row["joining_cpu_s"], "CPU seconds", None)
 
 
 def _stretch(workers: int, options: argparse.Namespace) -> float:
@@ -101,12 +103,22 @@ def _stretch(workers: int, options: argparse.Namespace) -> float:
     return max(1, workers // (UNSTRETCHED * (os.cpu_count() or 1)))
 
 
-def _hear(workers: int, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Per cent of a core, reports a second from each, and CPU seconds to join them."""
+def _hear(workers: int, options: argparse.Namespace) -> dict[str, float]:
+    """What ``reports.gateway`` has measured."""
     row = reports.measure("idle", options.seconds, workers, _stretch(workers, options))
     if row["ready"] < workers:
         raise RuntimeError(f"{row['ready']} of {workers} workers are ready at the end; try a larger --stretch")
-    return 100 * row["cpu_s"] / row["seconds"], row["reports"] / row["seconds"] / workers, row["joining_cpu_s"]
+    return row
+
+
+def _core(row: dict[str, float]) -> float:
+    """Per cent of a core."""
+    return 100 * row["cpu_s"] / row["seconds"]
+
+
+def _rate(row: dict[str, float], workers: int) -> float:
+    """Reports a second from each."""
+    return row["reports"] / row["seconds"] / workers
 
 
 def worker(options: argparse.Namespace) -> Iterator[Row]:
