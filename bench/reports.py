@@ -5,9 +5,12 @@ workers are played by this one process: their real ``KvEventPublisher`` says whe
 gateways each; messages to the other 15 are not sent (the null world counts that a gateway is told the same whatever
 their number: ``tests/null/test_reports.py``).  No requests: answers are measured elsewhere.
 
+With ``--stretch K`` time passes K times slower for both processes (``stretched_time.py``), and figures are those of a
+stretched second: so two cores can play more workers than they could in real time.
+
     python bench/reports.py                  # 200 idle workers, then 256 busy ones; median of 3 rounds of 60 s
     python bench/reports.py --scenes idle --rounds 1 --seconds 10
-    python bench/reports.py --json reports.json
+    python bench/reports.py --json reports.json --stretch 4
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import multiprocessing
 import os
 import resource
@@ -30,13 +34,16 @@ from typing import Any
 
 import zmq
 
-from penstock.clock import MonotonicClock
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench import stretched_time
+
+from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig, SchedulerConfig, WorkerConfig
 from penstock.engine.core.page_pool import PagePool
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.service.gateways import ConnectedGateway, GatewayRequests
 from penstock.engine.service.kv_events import KvEventPublisher
-from penstock.launch import event_loop
 from penstock.launch.members.interface import Member
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.router.service import RouterService
@@ -63,7 +70,7 @@ PLAYED_AT_ONCE = 1500
 class Played:
     """A worker, as far as gateways hear it."""
 
-    def __init__(self, number: int, transport: ZmqTransport, *, busy: bool) -> None:
+    def __init__(self, number: int, transport: ZmqTransport, clock: Clock, *, busy: bool) -> None:
         self.busy = busy
         self.listener = transport.listen("tcp://127.0.0.1:0")
         config = WorkerConfig(
@@ -79,7 +86,7 @@ class Played:
         self._config, self._steps = config, 0
         self._bulletins = KvEventPublisher(config, PrefixCache(PagePool(64)), self.listener, self._report)
         self._others = [ConnectedGateway(f"g{index}", 1, b"", 0.0, serial=1) for index in range(1, GATEWAYS)]
-        self.next_step = time.monotonic() + number % 64 / 64 * STEP_S
+        self.next_step = clock.now() + number % 64 / 64 * STEP_S
 
     def _report(self) -> WorkerReport:
         config = self._config
@@ -121,8 +128,12 @@ class Played:
         self._bulletins.send_due(self._asks.gateways(), now, waiting=self.busy)
 
 
-def play(workers: list[Played], over: Callable[[], bool]) -> None:
-    """Until ``over``: who was spoken to takes its turn at once, all every 10 ms, or less often if many or idle."""
+def play(workers: list[Played], over: Callable[[], bool], stretch: float) -> None:
+    """Until ``over``: who was spoken to takes its turn at once, all every 10 ms, or less often if many or idle.
+
+    The first takes one each time, which also answers connections of all of them: their transport is one.
+    """
+    clock = stretched_time.StretchedClock(stretch)
     poller = zmq.Poller()
     by_socket: dict[Any, Played] = {}
     for worker in workers:
@@ -131,17 +142,18 @@ def play(workers: list[Played], over: Callable[[], bool]) -> None:
         by_socket[socket] = worker
     looked, pause = 0.0, max(0.01, len(workers) / (25_600 if workers[0].busy else 1_500))
     while not over():
-        spoken = [by_socket[socket] for socket, _ in poller.poll(10)]
-        now = time.monotonic()
+        spoken = [workers[0], *(by_socket[socket] for socket, _ in poller.poll(10 * stretch))]
+        now = clock.now()
         if now - looked >= pause:
             looked, spoken = now, workers
         for worker in spoken:
             worker.turn(now)
 
 
-async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict[str, float]:
-    """A gateway's part that hears workers; what it cost this process."""
-    transport, clock = ZmqTransport(keys), MonotonicClock()
+async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float, stretch: float) -> dict[str, float]:
+    """A gateway's part that hears workers; what it cost this process, and what it cost to join them."""
+    transport = ZmqTransport(keys, intervals=stretched_time.intervals(stretch))
+    clock = stretched_time.StretchedClock(stretch)
     config = GatewayConfig(name="g0", model_name="bench")
     router = RouterService(config, connect=transport.connect_async, clock=clock, suspect=print)
     hello = Hello(gateway=config.name, incarnation=1, discovery=True)
@@ -159,19 +171,21 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict
     router.add_report_listener(heard)
     router.start()
     joined.start()
-    until = time.monotonic() + 60.0 + len(endpoints) / 20
+    before, began = cpu_s(), clock.now()
+    until = began + 60.0 + len(endpoints) / 20
     wanted = 0
     while (ready := len(router.fleet.ready(Role.BOTH, None))) < len(endpoints):
-        assert time.monotonic() < until, f"{ready} of {len(endpoints)} are ready"
+        assert clock.now() < until, f"{ready} of {len(endpoints)} are ready: try a larger --stretch"
         if ready == wanted:
-            wanted = min(len(endpoints), wanted + JOINED_AT_ONCE)
+            wanted = min(len(endpoints), wanted + round(JOINED_AT_ONCE * stretch))
             joined.set_members(members[:wanted])
         await asyncio.sleep(0.1)
+    row = {"joining_cpu_s": cpu_s() - before, "joining_s": clock.now() - began}
     await asyncio.sleep(WARM_UP_S)
-    before, began, reports = cpu_s(), time.monotonic(), 0
+    before, loop_before, began, reports = cpu_s(), time.thread_time(), clock.now(), 0
     await asyncio.sleep(seconds)
-    took = time.monotonic() - began
-    row = {"cpu_s": cpu_s() - before, "seconds": took, "reports": reports}
+    row |= {"cpu_s": cpu_s() - before, "loop_cpu_s": time.thread_time() - loop_before}
+    row |= {"seconds": clock.now() - began, "reports": reports}
     row["ready"] = len(router.fleet.ready(Role.BOTH, None))
     await joined.close()
     await router.close()
@@ -185,36 +199,39 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def play_part(numbers: Sequence[int], keys: CurveKeys, line: Connection, *, busy: bool) -> None:
+def play_part(numbers: Sequence[int], keys: CurveKeys, line: Connection, stretch: float, *, busy: bool) -> None:
     """In a process of its own: plays these workers until the other end of ``line`` says something or closes."""
-    transport = ZmqTransport(keys)
-    workers = [Played(number, transport, busy=busy) for number in numbers]
+    transport = ZmqTransport(keys, intervals=stretched_time.intervals(stretch))
+    clock = stretched_time.StretchedClock(stretch)
+    workers = [Played(number, transport, clock, busy=busy) for number in numbers]
     line.send([worker.listener.endpoint for worker in workers])
-    play(workers, line.poll)
+    play(workers, line.poll, stretch)
     transport.close()
 
 
-def measure(scene: str, seconds: float, count: int | None = None) -> dict[str, float]:
-    """One round, with so many workers."""
+def measure(scene: str, seconds: float, count: int | None = None, stretch: float = 1) -> dict[str, float]:
+    """One round, with so many workers.  Seconds, but for those of CPU, are of stretched time."""
     count, busy = count or SCENES[scene][0], scene == "busy"
     keys, fork = CurveKeys.ephemeral(), multiprocessing.get_context("fork")
     lines, endpoints = list[Connection](), list[str]()
     for first in range(PLAYED_AT_ONCE, count, PLAYED_AT_ONCE):
         numbers = range(first, min(count, first + PLAYED_AT_ONCE))
         here, there = fork.Pipe()
-        fork.Process(target=play_part, args=(numbers, keys, there), kwargs={"busy": busy}, daemon=True).start()
+        fork.Process(target=play_part, args=(numbers, keys, there, stretch), kwargs={"busy": busy}, daemon=True).start()
         lines.append(here)
         endpoints += here.recv()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         keys.save(place)
-        transport = ZmqTransport(keys)
-        workers = [Played(number, transport, busy=busy) for number in range(min(count, PLAYED_AT_ONCE))]
+        transport = ZmqTransport(keys, intervals=stretched_time.intervals(stretch))
+        played, clock = range(min(count, PLAYED_AT_ONCE)), stretched_time.StretchedClock(stretch)
+        workers = [Played(number, transport, clock, busy=busy) for number in played]
         endpoints += [worker.listener.endpoint for worker in workers]
         (place / "endpoints.json").write_text(json.dumps(endpoints))
         command = [sys.executable, __file__, "--gateway", folder, "--seconds", str(seconds)]
+        command += ["--stretch", str(stretch)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            play(workers, lambda: child.poll() is not None)
+            play(workers, lambda: child.poll() is not None, stretch)
             assert child.stdout is not None
             row: dict[str, float] = json.loads(child.stdout.read())
         transport.close()
@@ -229,17 +246,20 @@ def main() -> None:
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--stretch", type=float, default=1, metavar="K", help="time passes K times slower (default: 1)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gateway", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.gateway is not None:
+        logging.getLogger("penstock").setLevel(logging.ERROR)  # that it waits for workers is what is measured
         endpoints = json.loads((given.gateway / "endpoints.json").read_text())
-        print(json.dumps(event_loop.run(gateway(endpoints, CurveKeys.load(given.gateway), given.seconds))))
+        work = gateway(endpoints, CurveKeys.load(given.gateway), given.seconds, given.stretch)
+        print(json.dumps(stretched_time.run(work, given.stretch)))
         return
     found: dict[str, Any] = {}
     for scene in given.scenes:
         count, bar = SCENES[scene]
-        rows = [measure(scene, given.seconds) for _ in range(given.rounds)]
+        rows = [measure(scene, given.seconds, stretch=given.stretch) for _ in range(given.rounds)]
         parts = [100 * row["cpu_s"] / row["seconds"] for row in rows]
         each = [row["reports"] / row["seconds"] / count for row in rows]
         median = statistics.median(parts)

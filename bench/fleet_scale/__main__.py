@@ -2,10 +2,13 @@
 
     python -m bench.fleet_scale                               # everything, a table and docs/fleet-scale.png
     python -m bench.fleet_scale --only idle,worker --seconds 5
+    python -m bench.fleet_scale --only gateway --workers 1000 --stretch 4
     python -m bench.fleet_scale --only streams --streams 20000
 
 - ``idle``: one of 16 gateways and 200 workers without requests (``bench/reports.py``).
-- ``gateway``: one gateway and 50 to 4,096 such workers.
+- ``gateway``: one gateway and 50 to 4,096 such workers, and what it takes to join them.  With more than 500 workers a
+  core time passes slower for the gateway and for those that play its workers (``--stretch``): everything periodic
+  comes K times less often, and CPU seconds are counted for each stretched second (``bench/stretched_time.py``).
 - ``worker``: a worker and 1 to 300 gateways, idle, and with eight requests at a time.  Service, loop, scheduler and
   ZeroMQ with CURVE are those of production; the model is null, and a step waits for 20 ms.
 - ``streams``: ``penstock serve --join --gateways 4`` in front of workers that are played, and as many open streams as
@@ -38,6 +41,9 @@ from bench.gateway.figures import anonymous_kib, cpu_s, hardware_line
 FLEET = (300, 4096)
 """Gateways and workers of the largest fleet."""
 
+UNSTRETCHED = 500
+"""Played workers for each core of this machine with which a gateway is measured in real time."""
+
 IDLE_BAR, WORKER_BAR = 5.0, 5.0  # per cent of a core
 
 
@@ -63,9 +69,9 @@ class Row:
 
 def idle(options: argparse.Namespace) -> Iterator[Row]:
     """16 gateways, 200 idle workers: what one of the gateways takes."""
-    rounds = [_hear(200, options.seconds) for _ in range(options.rounds)]
-    cores = [core for core, _ in rounds]
-    shown, rate = ", ".join(f"{core:.1f}" for core in cores), statistics.median(rate for _, rate in rounds)
+    rounds = [_hear(200, options) for _ in range(options.rounds)]
+    cores = [_core(row) for row in rounds]
+    shown, rate = ", ".join(f"{core:.1f}" for core in cores), statistics.median(_rate(row, 200) for row in rounds)
     told = f"rounds {shown}; {rate:.2f} reports/s from each"
     yield Row(
         "idle",
@@ -80,17 +86,39 @@ def idle(options: argparse.Namespace) -> Iterator[Row]:
 def gateway(options: argparse.Namespace) -> Iterator[Row]:
     """The same by number of workers."""
     for workers in options.workers:
-        core, rate = _hear(workers, options.seconds)
-        told = f"{rate:.2f} reports/s from each, {rate * workers:,.0f} in all"
+        row = _hear(workers, options)
+        core, rate = _core(row), _rate(row, workers)
+        told = f"{100 * row['loop_cpu_s'] / row['seconds']:.1f} % its event loop, the rest ZeroMQ's I/O thread; "
+        told += f"{rate:.2f} reports/s from each, {rate * workers:,.0f} in all"
+        if (stretch := _stretch(workers, options)) != 1:
+            told += f"; time stretched {stretch:g} times"
         yield Row("gateway", f"{workers} idle workers", core, "% of a core", None, told)
+        yield Row("gateway", f"to join {workers} workers", row["joining_cpu_s"], "CPU seconds", None)
 
 
-def _hear(workers: int, seconds: float) -> tuple[float, float]:
-    """Per cent of a core, and reports a second from each."""
-    row = reports.measure("idle", seconds, workers)
+def _stretch(workers: int, options: argparse.Namespace) -> float:
+    """As wanted, or as much as this machine's cores need."""
+    if options.stretch is not None:
+        return float(options.stretch)
+    return max(1, workers // (UNSTRETCHED * (os.cpu_count() or 1)))
+
+
+def _hear(workers: int, options: argparse.Namespace) -> dict[str, float]:
+    """What ``reports.gateway`` has measured."""
+    row = reports.measure("idle", options.seconds, workers, _stretch(workers, options))
     if row["ready"] < workers:
-        raise RuntimeError(f"{row['ready']} of {workers} workers are ready at the end")
-    return 100 * row["cpu_s"] / row["seconds"], row["reports"] / row["seconds"] / workers
+        raise RuntimeError(f"{row['ready']} of {workers} workers are ready at the end; try a larger --stretch")
+    return row
+
+
+def _core(row: dict[str, float]) -> float:
+    """Per cent of a core."""
+    return 100 * row["cpu_s"] / row["seconds"]
+
+
+def _rate(row: dict[str, float], workers: int) -> float:
+    """Reports a second from each."""
+    return row["reports"] / row["seconds"] / workers
 
 
 def worker(options: argparse.Namespace) -> Iterator[Row]:
@@ -195,7 +223,14 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="SCENES", help=f"of {', '.join(SCENES)}")
     parser.add_argument("--rounds", type=int, default=3, help="of the scene idle, whose median counts (default: 3)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement (default: 15)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: 20)")
+    parser.add_argument(
+        "--stretch",
+        type=float,
+        metavar="K",
+        help="of the scenes idle and gateway: time passes K times slower for the gateway and for those that play its "
+        "workers, so that K times as many can be played (default: 1 for each 500 workers a core)",
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[50, 200, 1000, FLEET[1]])
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 16, 100, FLEET[0]])
     parser.add_argument("--streams", type=int, help="(default: as many as there are descriptors for, up to 100,000)")

@@ -27,7 +27,7 @@ from penstock.wire.codec import PROTOCOL_VERSION
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.supervisor_messages import WorkerDown
 from penstock.wire.transport import Link, Listener
-from penstock.wire.zeromq import ZmqTransport
+from penstock.wire.zeromq import ZmqIntervals, ZmqTransport
 
 
 def zmq_pair(server: CurveKeys, client: CurveKeys) -> tuple[ZmqTransport, ZmqTransport, Listener, Link]:
@@ -300,11 +300,8 @@ def test_no_more_sockets_is_a_config_error() -> None:
         assert links[0].send(note(1))
 
 
-def test_a_stranger_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.wire import zeromq
-
-    monkeypatch.setattr(zeromq, "HANDSHAKE_MS", 50)
-    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
+def test_a_stranger_who_says_nothing_is_hung_up_on() -> None:
+    with closing(ZmqTransport(CurveKeys.ephemeral(), intervals=ZmqIntervals(handshake=50))) as transport:
         host, _, port = transport.listen("tcp://127.0.0.1:0").endpoint.removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
             while stranger.recv(4096):

@@ -21,6 +21,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import zmq
 
@@ -57,24 +58,11 @@ silence."""
 MIN_OPEN = 16
 """Sockets that a transport may have before it looks for closed ones."""
 
-HANDSHAKE_MS = 3_000
-"""For a new connection to prove that it has the deployment's key.  Then it is closed."""
-
 CONNECTIONS_WAITING = 1024
 """New connections that may wait to be accepted (listen(2))."""
 
 MALFORMED_PER_TURN = 64
 """Frames dropped in one ``recv`` before the loop gets its turn again."""
-
-RECONNECT_FIRST_MS = 20
-RECONNECT_MAX_MS = 500
-"""Over TCP the pause doubles up to that.  On one host it does not: a worker that was forked anew is reached as soon as
-it listens, not up to as long again as it took to begin, and a refused connection costs microseconds there."""
-HEARTBEAT_MS = 5_000  # TCP only: the library's own, answered by its I/O thread
-HEARTBEAT_TIMEOUT_MS = 7_000
-"""A connection whose other end is silent is closed after both together.  Each heartbeat wakes the I/O threads of both
-ends, and ends a timer that the library looks for among all: with a heartbeat every two seconds and hundreds of idle
-workers, that was as much work as all messages."""
 
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
@@ -86,12 +74,37 @@ _IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID of zmq.h
 log = logging.getLogger("penstock.wire")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZmqIntervals:
+    """The library's timers, in milliseconds: all that its I/O thread does by time."""
+
+    handshake: int = 3_000
+    """For a new connection to prove that it has the deployment's key.  Then it is closed."""
+
+    reconnect_first: int = 20
+    reconnect_max: int = 500
+    """Over TCP the pause doubles up to that.  On one host it does not: a worker that was forked anew is reached as soon
+    as it listens, not up to as long again as it took to begin, and a refused connection costs microseconds there."""
+
+    heartbeat: int = 5_000  # TCP only: the library's own, answered by its I/O thread
+    heartbeat_timeout: int = 7_000
+    """A connection whose other end is silent is closed after both together.  Each heartbeat wakes the I/O threads of
+    both ends, and ends a timer that the library looks for among all: with a heartbeat every two seconds and hundreds of
+    idle workers, that was as much work as all messages."""
+
+
+INTERVALS = ZmqIntervals()
+
+
 class ZmqTransport:
     """``transport.Transport`` over ipc (only this user's processes may connect) and TCP."""
 
-    def __init__(self, keys: HostKeys, on_refused: RefusalHandler | None = None) -> None:
+    def __init__(
+        self, keys: HostKeys, on_refused: RefusalHandler | None = None, *, intervals: ZmqIntervals = INTERVALS
+    ) -> None:
         """``on_refused``: called for what is refused because of its sender's key, besides the log."""
         self._keys = keys
+        self._intervals = intervals
         self._on_refused = RefusalLog(on_refused)
         self._proven: dict[str, bytes] = {}  # by endpoint: the key that its listener had last
         self._timer: asyncio.TimerHandle | None = None
@@ -197,8 +210,9 @@ class ZmqTransport:
         self._check_process()
         socket = self._socket(zmq.DEALER, endpoint)
         try:
-            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS if endpoint.startswith("tcp://") else 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, self._intervals.reconnect_first)
+            longest = self._intervals.reconnect_max if endpoint.startswith("tcp://") else 0
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, longest)
             key = LinkKey(socket, endpoint, self._keys, worker, self._proven.get(endpoint, b""))
         except zmq.ZMQError as error:
             socket.close(linger=0)
@@ -232,13 +246,13 @@ class ZmqTransport:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, self._intervals.handshake)
         socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES))
         if endpoint.startswith("tcp://"):
             socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, self._intervals.heartbeat)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._intervals.heartbeat_timeout)
+            socket.setsockopt(zmq.HEARTBEAT_TTL, self._intervals.heartbeat_timeout)
         return socket
 
     def _make_gate(self) -> ConnectionGate:
@@ -257,7 +271,7 @@ class _ConnectionLimit:
 
     The library accepts every connection, so the kernel refuses them: a filter on the listening socket drops what begins
     a connection, which is tried again a second later.  Existing connections stay, and one that
-    proves no key is gone after ``HANDSHAKE_MS``; then it opens again.  To be made before the socket is bound.
+    proves no key is gone after ``ZmqIntervals.handshake``; then it opens again.  To be made before the socket is bound.
     """
 
     def __init__(self, zmq_socket: zmq.Socket[bytes]) -> None:

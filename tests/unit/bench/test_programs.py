@@ -27,7 +27,7 @@ QUICK = {
     "plans": f"--model {STORY} --rows 1 --chunks 16 --steps 2 --minutes 0.1",
     "quantized_entropy": "",
     "ranks": f"--model {STORY} --systems '2 replicas,tp2,pp2' --rows 1 --steps 2 --minutes 0.05",
-    "reports": "--scenes idle --rounds 1 --seconds 0.2",
+    "reports": "--scenes idle --rounds 1 --seconds 0.2 --stretch 2",
     "router": "--tokens 1000 --workers 4 --blocks 10000 --rounds 8 --prompts 2",
     "scheduler": "--rows 1,4 --steps 8",
     "sparse": "speed --tokens 512 --rounds 1",
