@@ -34,7 +34,7 @@ from pathlib import Path
 from bench import reports
 from bench.fleet_scale.streams import CLIENTS, GATEWAYS, PACE_S, Service, patience_s, running
 from bench.fleet_scale.worker import measure
-from bench.gateway.figures import anonymous_kib, cpu_s, hardware_line
+from bench.gateway.figures import anonymous_kib, hardware_line
 
 FLEET = (300, 4096)
 """Gateways and workers of the largest fleet."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,10 @@ from penstock.wire.zeromq import ZmqTransport
 
 GATEWAYS, STREAM_WORKERS, CLIENTS = 4, 8, 4
 PACE_S = 30.0  # between two tokens of a stream
+MAX_UNANSWERED = 128
+"""Connections of a process of clients without a response.  All of them fit into the gateways' queue: the system drops
+what does not, and tries it again seconds later."""
+
 SLOWEST_PER_S = 25.0
 """Streams a second.  What opens or goes on more slowly is taken to hang."""
 
@@ -185,11 +190,19 @@ class Clients:
         self.streams: list[Stream] = []
         self._by_fd: dict[int, Stream] = {}
         self._texts: dict[int, int] = {}
-        self._waiting: list[Stream] = []  # to be connected again
+        self._waiting: deque[Stream] = deque()  # to be connected
+        self._unanswered = 0  # connections without the head of a response
         self.wrong = self.failed = self.breaks = self.tokens = 0
         self.back: list[float] = []  # when each broken stream had the head of its new response
 
-    def open(self, stream: Stream) -> None:
+    def add(self, streams: int) -> None:
+        """As many more are to be opened."""
+        for number in range(len(self.streams), len(self.streams) + streams):
+            stream = Stream(b"c%d-%d" % (self._number, number))
+            self.streams.append(stream)
+            self._waiting.append(stream)
+
+    def _open(self, stream: Stream) -> None:
         sock = socket.socket()
         sock.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT
         sock.bind(self._source)
@@ -202,6 +215,7 @@ class Clients:
             return
         sock.setblocking(False)
         stream.sock, stream.rest, stream.answered = sock, b"", False
+        self._unanswered += 1
         self._by_fd[sock.fileno()] = stream
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
@@ -230,9 +244,8 @@ class Clients:
                 self._close(stream)
                 self.breaks += 1
                 self._waiting.append(stream)
-        again, self._waiting = self._waiting[:64], self._waiting[64:]
-        for stream in again:
-            self.open(stream)
+        for _ in range(min(len(self._waiting), MAX_UNANSWERED - self._unanswered)):
+            self._open(self._waiting.popleft())
 
     def _close(self, stream: Stream) -> None:
         assert stream.sock is not None
@@ -240,10 +253,12 @@ class Clients:
         del self._by_fd[stream.sock.fileno()]
         stream.sock.close()
         stream.sock = None
+        self._unanswered -= not stream.answered
 
     def _read(self, stream: Stream, data: bytes) -> None:
         if not stream.answered:
             stream.answered = True
+            self._unanswered -= 1
             if not data.startswith(b"HTTP/1.1 200"):
                 self.failed += 1
                 sys.stderr.write(data[:400].decode(errors="replace") + "\n")
@@ -283,19 +298,13 @@ def run_clients(line: socket.socket, number: int, port: int) -> None:
     clients = Clients(number, port)
     say(line, "ready")
     line.setblocking(False)
-    to_open = 0
     while True:
         clients.turn(0.005)
-        for _ in range(min(to_open, 16)):
-            stream = Stream(b"c%d-%d" % (number, len(clients.streams)))
-            clients.streams.append(stream)
-            clients.open(stream)
-            to_open -= 1
         with contextlib.suppress(BlockingIOError):
             raw = line.recv(1 << 16)
             if not raw:
                 return
-            to_open += json.loads(raw).get("open", 0)
+            clients.add(json.loads(raw).get("open", 0))
             say(line, clients.figures())
 
 

@@ -206,8 +206,8 @@ BACKOFF_MAX_S = 1.0
 CHECK_INTERVAL_S = 0.25
 """Between two checks of a request without new tokens for a second, and at least between any two checks."""
 
-MAX_CHECK_INTERVAL_S = 4.0
-"""The same for one without new tokens for 64 seconds; before that, it grows from four seconds on."""
+MAX_CHECK_INTERVAL_S = 1.0
+"""The same for one without new tokens for 16 seconds; before that, it grows from four seconds on."""
 
 DEADLINE_MARGIN_S = 0.001
 """A check for a deadline comes so long after it, so that it finds the deadline missed."""
