@@ -374,7 +374,7 @@ class Fleet:
         return slots
 
     def all_ready_slots(self) -> Slots:
-        """Of all roles and identities.  The same object until the state, the role or the place of a worker changes."""
+        """Ready workers of all roles and identities.  The same array until a state, a role or an address changes."""
         if self._all_ready is None:
             ready = [slot for slot, state in enumerate(self.states) if state is WorkerState.READY]
             self._all_ready = np.array(ready, dtype=np.intp)

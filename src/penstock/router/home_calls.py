@@ -141,7 +141,7 @@ class WorkerHomes:
         return self._links.link_to(self._fleet.ids[slot], self._fleet.incarnations[slot])
 
     def _host_numbers(self) -> Slots:
-        """Of each slot, a number that its host has; ``_OWN_HOST``: this gateway's."""
+        """A number for the host of each slot, the same for one host; ``_OWN_HOST``: this gateway's."""
         ready = self._fleet.all_ready_slots()
         if ready is not self._numbered:  # not for each question: there are as many as requests
             names = {"": _OWN_HOST}

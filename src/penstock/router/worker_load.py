@@ -355,8 +355,9 @@ class LoadTable:
         return quiet if quiet.any() else None
 
     def heard_since(self, slots: Slots, since: float) -> Slots:
-        """Those of these that have been heard of since then."""
-        return slots[self._table[_Row.SEEN_AT].take(slots) > since]
+        """The slots among these whose workers have been heard of since then."""
+        heard: Slots = slots[self._table[_Row.SEEN_AT].take(slots) > since]
+        return heard
 
     def contexts(self, slots: Slots) -> Numbers:
         """How many tokens of prompt and answer together each of these has room for."""
