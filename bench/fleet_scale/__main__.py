@@ -13,6 +13,7 @@
   ZeroMQ with CURVE are those of production; the model is null, and a step waits for 20 ms.
 - ``streams``: ``penstock serve --join --gateways 4`` in front of workers that are played, and as many open streams as
   the descriptors of a process allow.  One gateway is killed; each client goes on with its key and its last event.
+  ``--pace`` is how long a stream waits for its next token: with very many streams, more leaves more CPU for the rest.
 
 CPU seconds are those of the process in question, all threads included.  Exits with 1 when a bar is missed.
 """
@@ -34,9 +35,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench import reports
-from bench.fleet_scale.streams import CLIENTS, GATEWAYS, PACE_S, running
+from bench.fleet_scale.streams import CLIENTS, GATEWAYS, PACE_S, Service, patience_s, running
 from bench.fleet_scale.worker import measure
-from bench.gateway.figures import anonymous_kib, cpu_s, hardware_line
+from bench.gateway.figures import anonymous_kib, hardware_line
 
 FLEET = (300, 4096)
 """Gateways and workers of the largest fleet."""
@@ -146,37 +147,64 @@ def worker(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def streams(options: argparse.Namespace) -> Iterator[Row]:
-    """Memory of a stream, and what becomes of all when a gateway is killed."""
+    """Memory of a stream, what opening one takes, and what becomes of all when a gateway is killed."""
     count = options.streams or min(100_000, GATEWAYS * (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1500))
-    with tempfile.TemporaryDirectory() as place, running(Path(place)) as service:
+    with tempfile.TemporaryDirectory() as place, running(Path(place), options.pace) as service:
         service.figures(open=4)
         service.until(lambda found: found["begun"] == 4 * CLIENTS, 60, "warm")
         pids = service.gateways()
-        before, began = sum(map(anonymous_kib, pids)), time.monotonic()
+        cpu, before, began = service.cpu(), sum(map(anonymous_kib, pids)), time.monotonic()
         each = (count - 4 * CLIENTS) // CLIENTS
         service.figures(open=each)
         opened = (each + 4) * CLIENTS
-        service.until(lambda found: found["begun"] == opened, 60 + opened / 100, "open")
-        opening = time.monotonic() - began
-        memory = (sum(map(anonymous_kib, pids)) - before) / (each * CLIENTS)
-        cpu, first, at = sum(map(cpu_s, pids)), service.figures(), time.monotonic()
-        time.sleep(options.seconds)
-        used, last, took = sum(map(cpu_s, pids)) - cpu, service.figures(), time.monotonic() - at
-        told = f"{opened:,} streams at {GATEWAYS} gateways; opened in {opening:.0f} s"
+        service.until(lambda found: found["begun"] == opened, patience_s(opened), "open")
+        opening, more = time.monotonic() - began, each * CLIENTS
+        memory, took = (sum(map(anonymous_kib, pids)) - before) / more, _ms_each(cpu, service.cpu(), more)
+        told = f"{opened:,} streams at {GATEWAYS} gateways, a token each {options.pace:g} s"
         yield Row("streams", "memory of the gateways for a stream", memory, "KiB", None, told)
-        rate = (last["tokens"] - first["tokens"]) / took
-        yield Row("streams", "CPU of all gateways", 100 * used / took, "% of a core", None, f"{rate:,.0f} tokens/s")
-        killed = time.monotonic()
-        os.kill(pids[0], signal.SIGKILL)
-        service.until(lambda found: found["broken"] > 0, 30, "broken")
-        found = service.until(lambda found: found["back"] == found["broken"] and found["open"] == opened, 300, "back")
-        reached = last["least"] + int((time.monotonic() - killed) / PACE_S)
-        after = service.until(lambda found: found["least"] > max(reached, last["least"]), 120, "going on")
-        told = f"{found['broken']:,} of {opened:,} streams; all {opened:,} then had further tokens"
-        yield Row(
-            "streams", "a gateway killed: all its streams were back after", found["back_at"] - killed, "s", None, told
-        )
-        yield Row("streams", "streams that failed, or had a wrong token", after["wrong"] + after["failed"], "", 0)
+        yield Row("streams", "opened", more / opening, "streams/s", None, f"in {opening:.0f} s; for each {took}")
+        yield _held_open(service, options.seconds)
+        yield from _killed(service, opened, options.pace)
+
+
+def _held_open(service: Service, seconds: float) -> Row:
+    """What the gateways take while no stream is opened."""
+    cpu, first, at = service.cpu(), service.figures(), time.monotonic()
+    time.sleep(seconds)
+    used, last, took = service.cpu(), service.figures(), time.monotonic() - at
+    rest = {name: 100 * (used[name] - cpu[name]) / took for name in cpu}
+    told = f"{(last['tokens'] - first['tokens']) / took:,.0f} tokens/s; " + ", ".join(
+        f"{name} {rest[name]:.0f} %" for name in rest if name != "gateways"
+    )
+    return Row("streams", "CPU of all gateways while they are open", rest["gateways"], "% of a core", None, told)
+
+
+def _killed(service: Service, opened: int, pace_s: float) -> Iterator[Row]:
+    """One gateway is killed, and the clients go on."""
+    last, pids = service.figures(), service.gateways()
+    killed = time.monotonic()
+    os.kill(pids[0], signal.SIGKILL)
+    service.until(lambda found: found["broken"] > 0, 30, "broken")
+    cpu = service.cpu()
+    found = service.until(
+        lambda found: found["back"] == found["broken"] and found["open"] == opened, patience_s(opened), "back"
+    )
+    broken, seconds = found["broken"], found["back_at"] - killed
+    took = _ms_each(cpu, service.cpu(), broken)
+    reached = last["least"] + int((time.monotonic() - killed) / pace_s)
+    after = service.until(
+        lambda found: found["least"] > max(reached, last["least"]), 2 * pace_s + patience_s(opened), "going on"
+    )
+    told = f"{broken:,} of {opened:,} streams; all {opened:,} then had further tokens"
+    yield Row("streams", "a gateway killed: all its streams were back after", seconds, "s", None, told)
+    yield Row("streams", "reopened", broken / seconds, "streams/s", None, f"for each {took}")
+    yield Row("streams", "streams that failed, or had a wrong token", after["wrong"] + after["failed"], "", 0)
+
+
+def _ms_each(before: dict[str, float], after: dict[str, float], streams: int) -> str:
+    """What each kind of process took for a stream, in words; what else they did meanwhile is part of it."""
+    spent = {name: 1e3 * (after[name] - before[name]) / streams for name in before}
+    return ", ".join(f"{name} {ms:.1f} ms" for name, ms in spent.items())
 
 
 SCENES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
@@ -234,6 +262,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[50, 200, 1000, FLEET[1]])
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 16, 100, FLEET[0]])
     parser.add_argument("--streams", type=int, help="(default: as many as there are descriptors for, up to 100,000)")
+    parser.add_argument("--pace", type=float, default=PACE_S, help="seconds from token to token (default: %(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to those there")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()

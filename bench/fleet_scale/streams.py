@@ -14,29 +14,55 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gateway.figures import Child, say
+from bench.gateway.figures import Child, cpu_s, say
 from bench.gateway.service import FOLDER, until_ready
 from bench.gateway.workers import WORDS, played_report
 
+from penstock.engine.service.idempotency_claims import GatewayProcess, IdempotencyClaims
+from penstock.engine.service.saved_tokens import SavedTokens
 from penstock.types import RequestId, WorkerId
 from penstock.wire.curve_keys import CurveKeys
-from penstock.wire.gateway_messages import Cancel, Hello, Submit, TokenItem, Tokens
+from penstock.wire.gateway_messages import (
+    Cancel,
+    ClaimIdempotencyKey,
+    FindTokens,
+    FoundTokens,
+    Hello,
+    SaveTokens,
+    Submit,
+    TokenItem,
+    Tokens,
+)
+from penstock.wire.transport import Received
 from penstock.wire.zeromq import ZmqTransport
 
 GATEWAYS, STREAM_WORKERS, CLIENTS = 4, 8, 4
 PACE_S = 30.0  # between two tokens of a stream
+MAX_UNANSWERED = 128
+"""Connections of a process of clients without a response.  All of them fit into the gateways' queue: the system drops
+what does not, and tries it again seconds later."""
+
+SLOWEST_PER_S = 25.0
+"""Streams a second.  What opens or goes on more slowly is taken to hang."""
+
 CONFIG = """
 [limits]
 max_queued_requests = 1000000
 max_queued_tokens = 1000000000
 first_byte_s = 600.0
-stall_s = 600.0
+stall_s = {stall_s}
 """
+
+
+def patience_s(streams: int) -> float:
+    """How long to wait for so many streams."""
+    return 60.0 + streams / SLOWEST_PER_S
 
 
 @dataclass(slots=True)
@@ -48,13 +74,18 @@ class _Running:
 
 
 class StreamWorker:
-    """Answers every request with a token each ``PACE_S`` since it was first asked for, by whichever gateway."""
+    """Answers every request with a token each ``pace_s`` since it was first asked for, by whichever gateway.
 
-    def __init__(self, name: str, transport: ZmqTransport, begun: dict[int | None, float]) -> None:
+    It is a home of idempotency keys and saved tokens, by the objects that a worker has for that.
+    """
+
+    def __init__(self, name: str, transport: ZmqTransport, begun: dict[int | None, float], pace_s: float) -> None:
         self.name = WorkerId(name)
         self.listener = transport.listen("tcp://127.0.0.1:0")
+        self._pace_s = pace_s
         self._begun = begun  # of all workers, by seed, which follows from a client's key: when it was asked for first
-        self._peers: set[bytes] = set()
+        self._gateways: dict[bytes, GatewayProcess] = {}
+        self._claims, self._saved = IdempotencyClaims(), SavedTokens()
         self.running: dict[str, _Running] = {}
         self._due: list[tuple[float, str]] = []
         self._heard = self._steps = 0
@@ -62,32 +93,21 @@ class StreamWorker:
 
     def turn(self, now: float) -> None:
         while (received := self.listener.recv()) is not None:
-            message = received.message
-            if isinstance(message, Hello) and received.peer not in self._peers:
-                self._peers.add(received.peer)
-                self._reported = 0.0
-            elif isinstance(message, Submit):
-                self._heard = max(self._heard, message.serial)
-                # One that comes again, from another gateway, gets a new token at once.
-                seed = message.sampling.seed
-                self._begun[seed] = self._begun.get(seed, now + PACE_S) - PACE_S
-                self.running[message.request] = _Running(received.peer, message.epoch, seed, len(message.emitted))
-                heapq.heappush(self._due, (now, message.request))
-            elif isinstance(message, Cancel):
-                self.running.pop(message.request, None)
+            self._on_message(received, now)
         by_peer: dict[bytes, list[TokenItem]] = {}
         while self._due and self._due[0][0] <= now:
             _, name = heapq.heappop(self._due)
             request = self.running.get(name)
             if request is None:
                 continue
-            index, last = request.index, 1 + int((now - self._begun[request.seed]) / PACE_S)
+            begun = self._begun[request.seed]
+            index, last = request.index, 1 + int((now - begun) / self._pace_s)
             tokens = tuple(WORDS[at * 7 % len(WORDS)] for at in range(index, last))
             if tokens:
                 item = TokenItem(request=RequestId(name), epoch=request.epoch, index=index, tokens=tokens)
                 by_peer.setdefault(request.peer, []).append(item)
                 request.index = last
-            heapq.heappush(self._due, (self._begun[request.seed] + last * PACE_S, name))
+            heapq.heappush(self._due, (begun + last * self._pace_s, name))
         for peer, items in by_peer.items():
             self.listener.send(peer, Tokens(worker=self.name, incarnation=1, items=tuple(items)))
         self._steps += len(by_peer)
@@ -95,18 +115,48 @@ class StreamWorker:
             self._reported = now
             self._report()
 
+    def _on_message(self, received: Received, now: float) -> None:
+        message, peer = received.message, received.peer
+        if isinstance(message, Hello):
+            if peer not in self._gateways:
+                self._gateways[peer] = GatewayProcess(message.gateway, message.incarnation)
+                self._reported = 0.0
+        elif isinstance(message, Submit):
+            self._heard = max(self._heard, message.serial)
+            # One that comes again, from another gateway, gets a new token at once.
+            seed = message.sampling.seed
+            self._begun[seed] = self._begun.get(seed, now + self._pace_s) - self._pace_s
+            self.running[message.request] = _Running(peer, message.epoch, seed, len(message.emitted))
+            heapq.heappush(self._due, (now, message.request))
+        elif isinstance(message, Cancel):
+            self.running.pop(message.request, None)
+        elif isinstance(message, ClaimIdempotencyKey):
+            gateway, known = self._gateways[peer], self._newest()
+            state = self._claims.on_claim(gateway, message, known.__contains__, now, gateways=len(known))
+            if message.serial:
+                self.listener.send(peer, state)
+        elif isinstance(message, SaveTokens):
+            self._saved.save(message.pieces, now)
+        elif isinstance(message, FindTokens):
+            found = self._saved.find(message.names, now)
+            self.listener.send(peer, FoundTokens(serial=message.serial, tokens=found))
+
+    def _newest(self) -> set[GatewayProcess]:
+        """The gateways, each by its last incarnation: one that was killed is followed by another under its name."""
+        return set({gateway.name: gateway for gateway in self._gateways.values()}.values())
+
     def _report(self) -> None:
         self._steps += 1
         report = played_report(self.name, steps=self._steps, running=len(self.running), acked=self._heard)
-        for peer in self._peers:
+        for peer in self._gateways:
             self.listener.send(peer, report)
 
 
-def run_stream_workers(line: socket.socket, keys: CurveKeys) -> None:
+def run_stream_workers(line: socket.socket, keys: CurveKeys, pace_s: float) -> None:
     """In a child."""
     transport = ZmqTransport(keys)
     begun: dict[int | None, float] = {}
-    workers = [StreamWorker(f"both-{number}", transport, begun) for number in range(STREAM_WORKERS)]
+    workers = [StreamWorker(f"both-{number}", transport, begun, pace_s) for number in range(STREAM_WORKERS)]
     say(line, [worker.listener.endpoint for worker in workers])
     while True:
         now = time.monotonic()
@@ -140,11 +190,19 @@ class Clients:
         self.streams: list[Stream] = []
         self._by_fd: dict[int, Stream] = {}
         self._texts: dict[int, int] = {}
-        self._waiting: list[Stream] = []  # to be connected again
+        self._waiting: deque[Stream] = deque()  # to be connected
+        self._unanswered = 0  # connections without the head of a response
         self.wrong = self.failed = self.breaks = self.tokens = 0
         self.back: list[float] = []  # when each broken stream had the head of its new response
 
-    def open(self, stream: Stream) -> None:
+    def add(self, streams: int) -> None:
+        """As many more are to be opened."""
+        for number in range(len(self.streams), len(self.streams) + streams):
+            stream = Stream(b"c%d-%d" % (self._number, number))
+            self.streams.append(stream)
+            self._waiting.append(stream)
+
+    def _open(self, stream: Stream) -> None:
         sock = socket.socket()
         sock.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT
         sock.bind(self._source)
@@ -157,6 +215,7 @@ class Clients:
             return
         sock.setblocking(False)
         stream.sock, stream.rest, stream.answered = sock, b"", False
+        self._unanswered += 1
         self._by_fd[sock.fileno()] = stream
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
@@ -185,9 +244,8 @@ class Clients:
                 self._close(stream)
                 self.breaks += 1
                 self._waiting.append(stream)
-        again, self._waiting = self._waiting[:64], self._waiting[64:]
-        for stream in again:
-            self.open(stream)
+        for _ in range(min(len(self._waiting), MAX_UNANSWERED - self._unanswered)):
+            self._open(self._waiting.popleft())
 
     def _close(self, stream: Stream) -> None:
         assert stream.sock is not None
@@ -195,10 +253,12 @@ class Clients:
         del self._by_fd[stream.sock.fileno()]
         stream.sock.close()
         stream.sock = None
+        self._unanswered -= not stream.answered
 
     def _read(self, stream: Stream, data: bytes) -> None:
         if not stream.answered:
             stream.answered = True
+            self._unanswered -= 1
             if not data.startswith(b"HTTP/1.1 200"):
                 self.failed += 1
                 sys.stderr.write(data[:400].decode(errors="replace") + "\n")
@@ -238,19 +298,13 @@ def run_clients(line: socket.socket, number: int, port: int) -> None:
     clients = Clients(number, port)
     say(line, "ready")
     line.setblocking(False)
-    to_open = 0
     while True:
         clients.turn(0.005)
-        for _ in range(min(to_open, 16)):
-            stream = Stream(b"c%d-%d" % (number, len(clients.streams)))
-            clients.streams.append(stream)
-            clients.open(stream)
-            to_open -= 1
         with contextlib.suppress(BlockingIOError):
             raw = line.recv(1 << 16)
             if not raw:
                 return
-            to_open += json.loads(raw).get("open", 0)
+            clients.add(json.loads(raw).get("open", 0))
             say(line, clients.figures())
 
 
@@ -260,12 +314,21 @@ class Service:
 
     server: subprocess.Popen[bytes]
     port: int
+    workers: Child
     clients: list[Child] = field(default_factory=list)
 
     def gateways(self) -> list[int]:
         """Process ids."""
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
         return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("gateway")]
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds so far of the gateways that there are, of the played workers and of the clients."""
+        return {
+            "gateways": sum(map(cpu_s, self.gateways())),
+            "played workers": cpu_s(self.workers.pid),
+            "clients": sum(cpu_s(child.pid) for child in self.clients),
+        }
 
     def figures(self, **what: int) -> dict[str, Any]:
         """Of all clients; sums, and the least of ``least``."""
@@ -289,18 +352,18 @@ class Service:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Service]:
+def running(folder: Path, pace_s: float = PACE_S) -> Iterator[Service]:
     keys = CurveKeys.ephemeral()
     keys.save(folder)
-    (folder / "config.toml").write_text(CONFIG)
-    workers = Child(lambda line: run_stream_workers(line, keys))
+    (folder / "config.toml").write_text(CONFIG.format(stall_s=max(600.0, 4 * pace_s)))
+    workers = Child(lambda line: run_stream_workers(line, keys, pace_s))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     joins = [word for endpoint in workers.hear() for word in ("--join", endpoint)]
     flags = ["--gateways", str(GATEWAYS), "--keys", str(folder), "--config", str(folder / "config.toml")]
     command = [sys.executable, "-m", "penstock", "serve", str(FOLDER), "--port", str(port), *flags, *joins]
     with (folder / "log").open("wb") as log:
-        service = Service(subprocess.Popen(command, stdout=log, stderr=log), port)
+        service = Service(subprocess.Popen(command, stdout=log, stderr=log), port, workers)
     try:
         until_ready(port)
         time.sleep(3.0)

@@ -80,6 +80,7 @@ class Fleet:
         self._slots: dict[WorkerId, int] = {}
         self._vacant: list[int] = []  # of workers that were forgotten
         self._arrays: dict[tuple[Role, ModelIdentity | None], Slots] = {}  # until somebody changes
+        self._all_ready: Slots | None = None  # the same
         self._shortest: dict[tuple[Role, ModelIdentity | None], float] = {}  # the same
         self._standing: dict[ModelIdentity | None, bytes] = {}  # the same
         self._names: tuple[WorkerId, ...] = ()
@@ -372,6 +373,13 @@ class Fleet:
             slots = self._arrays[key] = np.array(self.ready(role, identity), dtype=np.intp)
         return slots
 
+    def all_ready_slots(self) -> Slots:
+        """Ready workers of all roles and identities.  The same array until a state, a role or an address changes."""
+        if self._all_ready is None:
+            ready = [slot for slot, state in enumerate(self.states) if state is WorkerState.READY]
+            self._all_ready = np.array(ready, dtype=np.intp)
+        return self._all_ready
+
     def shortest_context(self, role: Role, identity: ModelIdentity | None) -> float:
         """The shortest context of the ready workers, in tokens; infinite if none is ready."""
         key = (role, identity)
@@ -535,6 +543,7 @@ class Fleet:
     def _changed(self) -> None:
         self._ready.clear()
         self._arrays.clear()
+        self._all_ready = None
         self._shortest.clear()
         self._identities = None
         self._standing.clear()

@@ -419,14 +419,16 @@ class WorkerHealth:
         A request is stalled only if none of its workers has made a step or moved a page: a worker may wait for another
         one's pages or memory.
         """
-        fleet = self._fleet
+        fleet, still_s = self._fleet, self._failover.still_s
+        if now - flight.idle_since < still_s:
+            return None
         legs, since = flight.pending_stages
         for leg in legs:
             slot = fleet.slot(leg.worker)
             if slot is None or not fleet.is_current(leg.worker, leg.incarnation) or not fleet.is_up(slot):
                 return None
             since = max(since, fleet.progress_at[slot])
-            if now - since < max(self._failover.still_s, STALLED_STEPS * fleet.step_s(slot)):
+            if now - since < still_s or now - since < STALLED_STEPS * fleet.step_s(slot):
                 return None
         if not legs:
             return None

@@ -23,7 +23,7 @@ from penstock.router.links import WorkerLink, WorkerLinks
 from penstock.router.policy.base import rendezvous_pick
 from penstock.router.rate_shares import REPORT_VALID_S
 from penstock.router.worker_load import Slots
-from penstock.types import WorkerId, WorkerState
+from penstock.types import WorkerId
 from penstock.wire.gateway_messages import ChangeAdapter, ClaimIdempotencyKey, FindTokens, OpenRequestCounts
 
 ANSWER_S = 1.0
@@ -31,6 +31,8 @@ ANSWER_S = 1.0
 
 MAX_PENDING_CALLS = 8192
 """Answers of one kind that a gateway waits for.  Beyond them the home is not asked."""
+
+_OWN_HOST = 0
 
 HomeQuestion: TypeAlias = ClaimIdempotencyKey | ChangeAdapter | OpenRequestCounts | FindTokens
 
@@ -76,10 +78,13 @@ class WorkerHomes:
         self._clock = clock
         self._unanswered: dict[WorkerId, float] = {}  # since when; until they say something
         self._local: set[WorkerId] = set()
+        self._numbered: Slots | None = None  # the ready workers as they were when hosts were numbered
+        self._numbers = np.array([], dtype=np.intp)  # of the hosts, by slot
 
     def add_local(self, worker: WorkerId) -> None:
         """This worker is on the gateway's host, at whatever address."""
         self._local.add(worker)
+        self._numbered = None
 
     def link(self, digest: bytes) -> WorkerLink | None:
         """The link to the home; None: there is none."""
@@ -89,7 +94,7 @@ class WorkerHomes:
     def elsewhere(self) -> HomesElsewhere:
         """The homes of digests that are not on this gateway's host, as they are now; all, if none is elsewhere."""
         slots = self._slots()
-        away = np.array([slot for slot in slots if self._host(slot)], dtype=np.intp)
+        away = slots[self._host_numbers().take(slots) != _OWN_HOST]
         chosen = away if len(away) else slots
         workers = tuple((self._fleet.ids[slot], self._fleet.incarnations[slot]) for slot in chosen)
         return HomesElsewhere(workers, lambda digest: self._link_to(self._home(digest, chosen)))
@@ -101,8 +106,8 @@ class WorkerHomes:
         if not len(slots):
             return []
         first = self._home(digest, slots)
-        host = self._host(first)
-        away = np.array([slot for slot in slots if self._host(slot) != host], dtype=np.intp)
+        hosts = self._host_numbers()
+        away = slots[hosts.take(slots) != hosts[first]]
         places = [first, self._home(digest, away)] if len(away) else [first]
         return [link for link in map(self._link_to, places) if link is not None]
 
@@ -127,17 +132,22 @@ class WorkerHomes:
             slot = fleet.slot(worker)
             if slot is None or fleet.last_seen[slot] > since:
                 del self._unanswered[worker]
-        found = [
-            slot
-            for slot, state in enumerate(fleet.states)
-            if state is WorkerState.READY
-            and now - fleet.last_seen[slot] < REPORT_VALID_S
-            and fleet.ids[slot] not in self._unanswered
-        ]
-        return np.array(found, dtype=np.intp)
+        slots = fleet.loads.heard_since(fleet.all_ready_slots(), now - REPORT_VALID_S)
+        if not self._unanswered:
+            return slots
+        return np.array([slot for slot in slots if fleet.ids[slot] not in self._unanswered], dtype=np.intp)
 
     def _link_to(self, slot: int) -> WorkerLink | None:
         return self._links.link_to(self._fleet.ids[slot], self._fleet.incarnations[slot])
+
+    def _host_numbers(self) -> Slots:
+        """A number for the host of each slot, the same for one host; ``_OWN_HOST``: this gateway's."""
+        ready = self._fleet.all_ready_slots()
+        if ready is not self._numbered:  # not for each question: there are as many as requests
+            names = {"": _OWN_HOST}
+            numbers = [names.setdefault(self._host(slot), len(names)) for slot in range(len(self._fleet))]
+            self._numbers, self._numbered = np.array(numbers, dtype=np.intp), ready
+        return self._numbers
 
     def _host(self, slot: int) -> str:
         """The host of a worker, as far as its address says; empty: this gateway's."""

@@ -207,7 +207,10 @@ CHECK_INTERVAL_S = 0.25
 """Between two checks of a request without new tokens for a second, and at least between any two checks."""
 
 MAX_CHECK_INTERVAL_S = 1.0
-"""The same for a response without new tokens for 16 seconds; before that, it grows from four seconds on."""
+"""The same for one without new tokens for 16 seconds; before that, it grows from four seconds on."""
+
+DEADLINE_MARGIN_S = 0.001
+"""A check for a deadline comes so long after it, so that it finds the deadline missed."""
 
 AVOID_S = 0.25
 """How long a worker that returned a request because its queue is full, or it drains, is avoided for it."""
@@ -572,7 +575,7 @@ class RoutedRequest:
 
     def silent_stages(self, now: float) -> list[StageRun]:
         """Stages that have been silent for so long that their workers are asked whether they still have them."""
-        asked = [run for run in self._runs if run.awaits_response and now - run.last_seen >= SILENT_STAGE_S]
+        asked = [run for run in self._runs if now - run.last_seen >= SILENT_STAGE_S and run.awaits_response]
         for run in asked:
             run.last_seen = now
         return asked
@@ -581,7 +584,11 @@ class RoutedRequest:
         """When the next check of it is due: of a run's silence, a deadline, a wait for a prefill."""
         quiet = now - self._idle_since
         if not self._started or quiet >= SILENT_STAGE_S:
-            return now + min(MAX_CHECK_INTERVAL_S, max(CHECK_INTERVAL_S, quiet / 16 if self._started else 0.0))
+            # Without a first token nothing is held only where one worker has all of it: then it merely waits there.
+            grows = self._started or (len(self._runs) == 1 and self.request.sampling.prompt_logprobs is None)
+            check = now + min(MAX_CHECK_INTERVAL_S, max(CHECK_INTERVAL_S, quiet / 16 if grows else 0.0))
+            late = self.progress_at + self._limit_s() + DEADLINE_MARGIN_S
+            return late if now < late < check else check
         heard = [run.last_seen for run in self._runs if run.awaits_response]
         return max(now + CHECK_INTERVAL_S, min(heard, default=now) + SILENT_STAGE_S)
 
@@ -592,6 +599,11 @@ class RoutedRequest:
         """
         self._distrust(self._runs, now)
         return self._again(f"its workers have made no step for {now - since:.1f} s", ReturnReason.STALLED, now)
+
+    @property
+    def idle_since(self) -> float:
+        """When it was submitted, or a worker of it said something last."""
+        return self._idle_since
 
     @property
     def pending_stages(self) -> tuple[list[StageRun], float]:
@@ -611,7 +623,7 @@ class RoutedRequest:
             return ()
         if deserted is not None and self.phase is RequestPhase.WAITING:
             return self._fail(NoWorkers(deserted))
-        limit = self._limits.stall_s if self._started else self._limits.first_token_s(self.request.qos)
+        limit = self._limit_s()
         if now - self.progress_at > limit:
             return self._fail(self._late(limit))
         if self._prompt_logprobs is not None and self._prompt_logprobs.is_incomplete(now):
@@ -620,6 +632,10 @@ class RoutedRequest:
         if held is not None and now - held >= PREFILL_TOKEN_WAIT_S and self.request.sampling.prompt_logprobs is None:
             return self._release_held(now)
         return ()
+
+    def _limit_s(self) -> float:
+        """For which no new token may come."""
+        return self._limits.stall_s if self._started else self._limits.first_token_s(self.request.qos)
 
     def _distrust(self, runs: Sequence[StageRun], now: float) -> None:
         more = {(run.worker, run.incarnation): now + DISTRUST_S for run in runs}

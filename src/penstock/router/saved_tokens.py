@@ -124,7 +124,8 @@ class SavedTokenHomes:
             if homes.workers != self._workers:
                 self._workers, self._version = homes.workers, self._version + 1
             for number, saved in enumerate(list(self._requests.values()), 1):
-                self._add_new(saved, homes, batches)
+                if saved.chosen != self._version or len(saved.routed.emitted) > saved.sent:
+                    self._add_new(saved, homes, batches)
                 if number % _REQUESTS_PER_UNIT == 0:
                     yield
             for link, batch in batches.items():

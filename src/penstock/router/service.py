@@ -603,8 +603,10 @@ class RouterService:
         for stream in self._checks.pop_due(now):
             if stream.finished:
                 continue
-            with log_errors(f"{stream.routed.request.id} could not be looked at"):
+            try:  # not log_errors: this is done for each open stream, time and again
                 self._look_at(stream, now)
+            except Exception:
+                log.exception("%s could not be looked at", stream.routed.request.id)
             self._checks.add(stream, stream.routed.next_check(now))
         self._checking = self._checks.has_due(now)
         if self._checking:
@@ -614,7 +616,9 @@ class RouterService:
         flight = stream.routed
         for leg in flight.silent_stages(now):
             self._awaited.setdefault(leg.worker, []).append(AwaitedStage(flight.request.id, flight.epoch))
-        self._apply(stream, flight.on_tick(now), now)
+        effects = flight.on_tick(now)
+        if effects:
+            self._apply(stream, effects, now)
         since = self._health.stalled_since(flight, now)
         if since is not None:
             self._turns.add(self._move_still([(stream, since)]))

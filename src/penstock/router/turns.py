@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from penstock.router.stream import RequestStream
@@ -82,63 +81,52 @@ MIN_STALE = 64
 """Entries of finished streams are removed at this count, if they outnumber the others."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    """When a stream is looked at; None in its place once it is over: nothing of it is kept until then."""
-
-    at: float
-    added: int
-    stream: RequestStream | None
-
-    def __lt__(self, other: _Entry) -> bool:
-        return (self.at, self.added) < (other.at, other.added)
-
-
 class StreamChecks:
     """The streams of one gateway, by the time of their next check.  Taking one costs the same, however many there are,
     but for the logarithm."""
 
     def __init__(self, per_turn: int) -> None:
         self._per_turn = per_turn
-        self._heap: list[_Entry] = []
-        self._entries: dict[int, _Entry] = {}  # by the id of a stream that is kept here
+        self._heap: list[tuple[float, int]] = []  # when, and the number of the entry; some are of finished streams
+        self._streams: dict[int, RequestStream] = {}  # by the number of the entry; nothing is kept of finished ones
+        self._numbers: dict[int, int] = {}  # of the entries, by the id of the stream
         self._added = 0  # orders those of one time
 
     def __len__(self) -> int:
         """Streams that are still to be looked at."""
-        return len(self._entries)
+        return len(self._streams)
 
     def add(self, stream: RequestStream, at: float) -> None:
         """It is to be looked at then: once for each that is new, and each that was taken and is not over."""
-        self._added += 1
-        entry = self._entries[id(stream)] = _Entry(at, self._added, stream)
-        heappush(self._heap, entry)
+        number = self._added = self._added + 1
+        self._streams[number], self._numbers[id(stream)] = stream, number
+        heappush(self._heap, (at, number))
 
     def discard(self, stream: RequestStream) -> None:
         """It is over, and nothing of it is kept.  Harmless for one that is not to be looked at."""
-        entry = self._entries.pop(id(stream), None)
-        if entry is None:
+        number = self._numbers.pop(id(stream), None)
+        if number is None:
             return
-        entry.stream = None
-        stale = len(self._heap) - len(self._entries)
-        if stale > max(MIN_STALE, len(self._entries)):
-            self._heap = [one for one in self._heap if one.stream is not None]
+        del self._streams[number]
+        stale = len(self._heap) - len(self._streams)
+        if stale > max(MIN_STALE, len(self._streams)):
+            self._heap = [entry for entry in self._heap if entry[1] in self._streams]
             heapify(self._heap)
 
     def pop_due(self, now: float) -> list[RequestStream]:
         """Streams that are due, as many as a turn may check."""
         due: list[RequestStream] = []
         heap = self._heap
-        while heap and heap[0].at <= now and len(due) < self._per_turn:
-            stream = heappop(heap).stream
+        while heap and heap[0][0] <= now and len(due) < self._per_turn:
+            stream = self._streams.pop(heappop(heap)[1], None)
             if stream is not None:
-                del self._entries[id(stream)]
+                del self._numbers[id(stream)]
                 due.append(stream)
         return due
 
     def has_due(self, now: float) -> bool:
         """Whether another check is due."""
-        return bool(self._heap) and self._heap[0].at <= now
+        return bool(self._heap) and self._heap[0][0] <= now
 
 
 TICK_S = 0.05

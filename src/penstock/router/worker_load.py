@@ -354,6 +354,11 @@ class LoadTable:
         quiet: NDArray[np.bool_] = heard < np.where(load, since, since - IDLE_GRACE_S)
         return quiet if quiet.any() else None
 
+    def heard_since(self, slots: Slots, since: float) -> Slots:
+        """The slots among these whose workers have been heard of since then."""
+        heard: Slots = slots[self._table[_Row.SEEN_AT].take(slots) > since]
+        return heard
+
     def contexts(self, slots: Slots) -> Numbers:
         """How many tokens of prompt and answer together each of these has room for."""
         contexts: Numbers = self._table[_Row.CONTEXT].take(slots)

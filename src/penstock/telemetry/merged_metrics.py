@@ -27,7 +27,7 @@ _COMBINED: dict[MergeRule, Callable[[float, float], float]] = {
 }
 
 
-class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+class MetricSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One value: of a series, or of a bucket of a histogram."""
 
     name: str
@@ -86,7 +86,8 @@ def decode_snapshot(encoded: bytes) -> GatewaySnapshot:
 
 def continue_counters(own: Sequence[MetricSamples], earlier: Iterable[MetricSamples]) -> list[MetricSamples]:
     """What a gateway counted, added to what its earlier incarnations did, which has no gauges."""
-    return _merged([own, list(earlier)], lambda name: MergeRule.SUM)
+    before = list(earlier)
+    return _merged([own, before], lambda name: MergeRule.SUM) if before else list(own)
 
 
 def merge(gateways: Sequence[Sequence[MetricSamples]]) -> list[MetricSamples]:

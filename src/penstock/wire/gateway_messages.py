@@ -174,7 +174,7 @@ class Recipient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 # --- gateway -> worker ---------------------------------------------------------------------------------------------
 
 
-class AwaitedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class AwaitedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
     """A leg that a gateway waits for."""
 
     request: AnyRequest

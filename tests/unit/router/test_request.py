@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import msgspec
 import pytest
@@ -17,7 +17,10 @@ from penstock.router.effects import CancelStage, DeliverTokens, FailRequest, Sub
 from penstock.router.request import (
     AVOID_S,
     BACKOFF_MAX_S,
+    CHECK_INTERVAL_S,
+    DEADLINE_MARGIN_S,
     DISTRUST_S,
+    MAX_CHECK_INTERVAL_S,
     PREFILL_TOKEN_WAIT_S,
     FailoverLimits,
     RequestPhase,
@@ -286,6 +289,31 @@ def test_the_slowest_retry_is_bounded():
         flight.on_placed(WHOLE, ROOT, 0.0)
         *_, wait = flight.on_worker_lost(B0, 1, "killed", 0.0)
     assert wait == WaitForWorker(BACKOFF_MAX_S)
+
+
+# --- checks -------------------------------------------------------------------------------------------------------
+
+
+def checks_until_the_end(flight: RoutedRequest) -> list[float]:
+    times = [0.0]
+    while not flight.on_tick(times[-1]):
+        times.append(flight.next_check(times[-1]))
+    return times
+
+
+def test_a_request_that_merely_waits_for_its_worker_is_checked_less_and_less_often_and_at_its_deadline():
+    times = checks_until_the_end(flying(WHOLE))
+    gaps = [after - before for before, after in pairwise(times[:-1])]
+    assert gaps == pytest.approx(sorted(gaps)), "they grow"
+    assert (gaps[0], gaps[-1]) == pytest.approx((CHECK_INTERVAL_S, MAX_CHECK_INTERVAL_S))
+    assert times[-1] == PATIENCE.first_byte_s + DEADLINE_MARGIN_S
+
+
+@pytest.mark.parametrize("flight", [waiting(), flying(), flying(WHOLE, request(prompt_logprobs=1))])
+def test_one_of_which_something_may_be_held_back_is_checked_as_often_as_before(flight):
+    times = checks_until_the_end(flight)
+    assert all(after - before <= CHECK_INTERVAL_S for before, after in pairwise(times))
+    assert times[-1] <= PATIENCE.first_byte_s + CHECK_INTERVAL_S
 
 
 # --- returns ------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_nothing_is_kept_of_streams_that_are_over_before_their_time():
         rounds.discard(stream)
     assert len(rounds) == 1
     assert len(rounds._heap) <= MIN_STALE + 2
-    assert [entry.stream for entry in rounds._heap if entry.stream is not None] == streams[-1:]
+    assert list(rounds._streams.values()) == streams[-1:]
     assert rounds.pop_due(3600.0) == streams[-1:]
     rounds.discard(streams[-1])
     assert (len(rounds), rounds.pop_due(3600.0)) == (0, [])
