@@ -1,7 +1,7 @@
 """systemd as the first process of a host of its own: namespaces, over an overlay of this machine's root.
 
 No unit of this machine runs there: the folder of its units is empty, and what is reached is the target "basic".  The
-network is this machine's.  Needs root, systemd and a cgroup2 that can be written.  Everything ends with ``SystemdHost``.
+network is this machine's.  Needs root, systemd and a cgroup2 that it may write.  Everything ends with ``SystemdHost``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ ln -s /proc/self/fd dev/fd
 mount -t tmpfs -o mode=1777 tmpfs dev/shm
 pivot_root . mnt
 umount -l mnt
-exec env -i container=penstock PATH=/usr/sbin:/usr/bin:/sbin:/bin "$system" --system --unit=basic.target --show-status=no
+set -- --system --unit=basic.target --show-status=no
+exec env -i container=penstock PATH=/usr/sbin:/usr/bin:/sbin:/bin "$system" "$@"
 """
 
 
@@ -160,7 +161,8 @@ class SystemdHost:
 
     def write(self, path: str, text: str, *, mode: str = "0644", owner: str = "root") -> None:
         """A file of the host."""
-        self.do("install", "-D", f"--mode={mode}", f"--owner={owner}", f"--group={owner}", "/dev/stdin", path, text=text)
+        as_said = (f"--mode={mode}", f"--owner={owner}", f"--group={owner}")
+        self.do("install", "-D", *as_said, "/dev/stdin", path, text=text)
 
     def shows(self, unit: str, field: str) -> str:
         """A property of a unit."""

@@ -1,4 +1,4 @@
-"""The units of ``penstock manifests systemd`` under a systemd: start, readiness, drain, restart, and what they may not do."""
+"""The units of ``penstock manifests systemd`` under a systemd: readiness, drain, restart, and what they may not do."""
 
 from __future__ import annotations
 
