@@ -59,6 +59,19 @@ exec env -i container=penstock PATH=/usr/sbin:/usr/bin:/sbin:/bin "$system" "$@"
 """
 
 
+PROBE = """
+mount --make-rprivate /
+mount -t tmpfs none /mnt
+mkdir /mnt/upper /mnt/work /mnt/root
+mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
+mount -t proc proc /mnt/root/proc
+mount -t cgroup2 cgroup2 /mnt/work
+"""
+"""What ``BOOT`` needs of the kernel."""
+
+SPACES = ("--cgroup", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child")
+
+
 def cgroup2() -> Path | None:
     """Where this machine has its unified hierarchy."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -84,7 +97,8 @@ def missing() -> str:
         probe.rmdir()
     except OSError as error:
         return f"NOT RUN: systemd needs cgroups of its own: {probe}: {error.strerror}"
-    return ""
+    done = subprocess.run(["unshare", *SPACES, "sh", "-ec", PROBE], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else f"NOT RUN: systemd needs namespaces and mounts: {done.stderr.strip()}"
 
 
 class SystemdHost:
@@ -106,9 +120,8 @@ class SystemdHost:
         program.chmod(0o755)
         boot.write_text(BOOT)
         self._cgroup.mkdir()
-        spaces = ["--cgroup", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child"]
         join = f'echo $$ > "{self._cgroup}/cgroup.procs"; exec "$@"'
-        words = ["unshare", *spaces, "sh", "-e", boot, layers, shown, program, SYSTEMD]
+        words = ["unshare", *SPACES, "sh", "-e", boot, layers, shown, program, SYSTEMD]
         with (self._folder / "console").open("wb") as console:
             self._holder = subprocess.Popen(
                 ["sh", "-ec", join, "join", *map(str, words)], stdin=subprocess.DEVNULL, stdout=console, stderr=console
