@@ -22,16 +22,14 @@ import yaml
 
 from penstock.wire.curve_keys import CurveKeys
 
-from .asking import Stream, ask, body, penstock
+from .asking import ask, penstock
 from .containers import NETWORK, USER, Container, ContainerHost
+from .front import KEY, TOKENS, Front
 from .processes import children
 from .server import PATIENCE_S, START_S, PenstockServer
 
 READY = re.compile(r" ready after | ready: \d+ of \d+ workers joined")
 """What the log of a worker, or of a gateway, says."""
-
-KEY = "a-key-of-the-clients-of-this-test"
-TOKENS = 600
 
 FLEET = """
 name = "two hosts"
@@ -125,48 +123,6 @@ def printed(kind: str, there: Place, *words: str) -> str:
     run = penstock("manifests", kind, str(there.fleet), *words)
     assert run.returncode == 0, run.stderr
     return run.stdout
-
-
-@dataclass(frozen=True)
-class Front:
-    """A gateway as its clients reach it."""
-
-    url: str
-
-    def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=headers or HEADERS, timeout=PATIENCE_S, trust_env=False)
-
-    def ask(self) -> str:
-        answer = httpx.post(
-            f"{self.url}/v1/chat/completions", json=body(TOKENS), headers=HEADERS, timeout=110, trust_env=False
-        )
-        assert answer.status_code == 200, answer.text
-        text = answer.json()["choices"][0]["message"]["content"]
-        assert isinstance(text, str)
-        return text
-
-    @contextmanager
-    def streams(self, count: int) -> Iterator[list[Stream]]:
-        with ExitStack() as stack:
-            client = stack.enter_context(httpx.Client(timeout=110, trust_env=False, headers=HEADERS))
-            asked = [
-                stack.enter_context(
-                    client.stream("POST", f"{self.url}/v1/chat/completions", json=body(TOKENS, stream=True))
-                )
-                for _ in range(count)
-            ]
-            assert {one.status_code for one in asked} == {200}
-            yield [Stream(one) for one in asked]
-
-    def workers(self) -> dict[str, dict[str, Any]]:
-        return {row["id"]: row for row in self.get("/admin/workers").json()["workers"]}
-
-    def counted(self, name: str) -> float:
-        found = re.findall(rf"^penstock:{name}(?:{{.*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
-        return sum(map(float, found))
-
-
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:

@@ -100,6 +100,8 @@ def opened_lease(path: Path) -> LeaseWatch:
 
 def chosen_node(fleet: FleetFile, name: str | None, hosts: Sequence[str] = ()) -> FleetNode:
     """The node of that name; without one the only node, or that of this host's name.  Raises ConfigError."""
+    if not fleet.nodes:
+        raise ConfigError(f"fleet {fleet.name}: it has [[workers]] for the simulator and no [[nodes]] that could run")
     if name is not None:
         return fleet.node(name)
     if len(fleet.nodes) == 1:
@@ -109,5 +111,5 @@ def chosen_node(fleet: FleetFile, name: str | None, hosts: Sequence[str] = ()) -
         for node in fleet.nodes:
             if node.name == known:
                 return node
-    names = ", ".join(node.name for node in fleet.nodes) or "none"
+    names = ", ".join(node.name for node in fleet.nodes)
     raise ConfigError(f"fleet {fleet.name}: no node is named like this host, {host}: add --name NODE, of {names}")

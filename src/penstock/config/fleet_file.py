@@ -12,6 +12,8 @@ older files at the top.
 
 from __future__ import annotations
 
+import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ import msgspec
 
 from penstock.config.base import Config
 from penstock.config.mesh import Mesh, NodePlace, parse_mesh
+from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.types import Role
 
@@ -338,19 +341,57 @@ def read_fleet_file(name: str) -> FleetFile:
             raw = path.read_bytes()
     except OSError as error:
         known = ", ".join(NAMES)
-        raise ConfigError(f"fleet {name}: {error.strerror}; give a file, or one of {known}") from None
+        raise ConfigError(f"fleet {name}: {error.strerror} (the simulator also has fleets {known})") from None
     return parse_fleet(raw, f"fleet {name}:")
 
 
 def parse_fleet(raw: bytes, where: str) -> FleetFile:
     """A checked file by its content.  Raises ConfigError, which begins with ``where``."""
     try:
-        fleet = msgspec.convert(tomllib.loads(raw.decode()), FleetFile)
+        content = tomllib.loads(raw.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{where} not TOML: {error}") from None
+    try:
+        fleet = msgspec.convert(content, FleetFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where} {error}; docs/fleet.md has all fields") from None
+        raise ConfigError(f"{where} {_field_problem(content, str(error))}; docs/fleet.md has all fields") from None
     return check_fleet_file(fleet)
+
+
+_TABLES: Mapping[str, type[Config]] = {
+    "nodes": FleetNode,
+    "workers": WorkerGroup,
+    "groups": MultiNodeGroup,
+    "ray": RayPlacement,
+    "kubernetes": KubernetesOptions,
+    "picker": PickerOptions,
+}
+"""What a table of a file is by its key; no other has fields that people write by hand."""
+
+
+def _field_problem(content: Mapping[str, Any], problem: str) -> str:
+    """What msgspec found wrong with a field, with the name of the node that it is of, and with what would work."""
+    what, _, path = problem.partition(" - at ")
+    where = path.strip("`").removeprefix("$").removeprefix(".")
+    tables = [name for name in re.findall(r"[a-z_]+", where) if name in _TABLES]
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what)
+    if unknown is not None:
+        table = _TABLES[tables[-1]] if tables else FleetFile
+        near = difflib.get_close_matches(unknown[1], [item.name for item in msgspec.structs.fields(table)], n=1)
+        what = f"no such field: {unknown[1]}"
+        if unknown[1].replace("-", "_") in {item.name for item in msgspec.structs.fields(ServeConfig)}:
+            what += f"; it is a setting, so write it into [settings], or settings = {{ {unknown[1]} = ... }} of a node"
+        elif near:
+            what += f"; did you mean {near[0]}?"
+    elif where.endswith("role"):
+        what += "; roles are prefill, decode and both"
+    elif "regex" in what and where.endswith("].name"):
+        what = "expected lower-case letters, digits and hyphens, at most 40"
+    if node := re.match(r"nodes\[(\d+)\]\.?", where):
+        entry = content["nodes"][int(node[1])]
+        name = entry.get("name", f"number {int(node[1]) + 1}") if isinstance(entry, dict) else "?"
+        where = ": ".join(filter(None, (f"node {name}", where[node.end() :])))
+    return f"{where}: {what}" if where else what
 
 
 def check_fleet_file(fleet: FleetFile) -> FleetFile:

@@ -583,7 +583,8 @@ def bind_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socke
                 raise ConfigError(
                     f"port {port} on {host} is taken: stop what listens there, or choose another with {flag}"
                 ) from None
-            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+            where = "; this host has no such address" if error.errno == errno.EADDRNOTAVAIL else ""
+            raise ConfigError(f"cannot listen on {host} port {port} ({flag}): {error.strerror}{where}") from None
         yield listener
 
 

@@ -341,7 +341,8 @@ class RemoteWorkers:
             # Only now: if the message could not be handled, the next report tries again.
             mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
             mailbox.lost = mailbox.strange = mailbox.same = False
-            log.info("joined %s at %s", report.worker, mailbox.member.shown)
+            member = mailbox.member
+            log.info("joined %s at %s", report.worker, endpoint if member.name == report.worker else member.shown)
             self._found[report.worker] = endpoint
             self._lost.discard(endpoint)
             self._hang_up(mailbox)

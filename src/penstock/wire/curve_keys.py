@@ -10,6 +10,7 @@ Format: Z85, 40 characters a key (https://rfc.zeromq.org/spec/32); key agreement
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass, fields
@@ -82,6 +83,13 @@ class CurveKeys:
         return keys
 
 
+_KEY_HINTS = {
+    errno.ENOENT: "; `penstock host-keys` makes keys on one host, and the others get copies: docs/fleet.md",
+    errno.EACCES: "; the folder and its files must belong to the user who runs this",
+    errno.ELOOP: "; it is a link, and has to be the file itself",
+}
+
+
 def _path(folder: Path, name: str) -> Path:
     return folder / f"{name.replace('_', '.')}"
 
@@ -98,15 +106,13 @@ def read_secret(path: Path) -> bytes:
         # O_NONBLOCK: a pipe in the key's place must not make us wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(
-            f"cannot read the key {path}: {error.strerror}; 'penstock host-keys DIR' makes one"
-        ) from error
+        raise ConfigError(f"cannot read the key {path}: {error.strerror}{_KEY_HINTS.get(error.errno, '')}") from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_mode & _LOOSE:
             raise ConfigError(f"{path} must be a file with mode 0600; it has {stat.filemode(facts.st_mode)}")
         if facts.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(f"{path} belongs to another user")
+            raise ConfigError(f"{path} belongs to user {facts.st_uid}, and this process runs as {os.geteuid()}")
         key = os.read(descriptor, KEY_CHARS + 2).rstrip(b"\n")
     finally:
         os.close(descriptor)

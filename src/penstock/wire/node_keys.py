@@ -13,6 +13,7 @@ Files are looked at every ``RELOAD_S`` and read again when they have changed.  W
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from hashlib import blake2b
@@ -71,7 +72,7 @@ class NodeKeys:
     def load(cls, folder: Path) -> NodeKeys:
         """Read a node's folder.  Raises ConfigError."""
         registry = NodeRegistry(load_registry(folder / REGISTRY_FILE))
-        if not (folder / SECRET_FILE).exists():
+        if not os.path.exists(folder / SECRET_FILE):
             names = ", ".join(node.name for node in registry.file.nodes) or "none yet"
             raise ConfigError(
                 f"{folder} has no {SECRET_FILE}: it is the operator's folder; --keys takes a node's, such as "
@@ -166,9 +167,9 @@ def load_host_keys(folder: Path, node: str = "") -> HostKeys:
 
     ``node``: the node that they are for; its folder may lie within this one, as in the operator's.  Raises ConfigError.
     """
-    if node and (folder / node / SECRET_FILE).exists():
+    if node and os.path.exists(folder / node / SECRET_FILE):  # False, too, where it may not be looked at
         folder = folder / node
-    if not (folder / REGISTRY_FILE).exists():
+    if not os.path.exists(folder / REGISTRY_FILE):
         return CurveKeys.load(folder)
     keys = NodeKeys.load(folder)
     if node and keys.node != node:

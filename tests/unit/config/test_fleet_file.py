@@ -108,6 +108,29 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, change: tuple[str, s
 @pytest.mark.parametrize(
     ("change", "because"),
     [
+        (("gateways = 2", "gateway = 2"), "node a: no such field: gateway; did you mean gateways?"),
+        (("gateways = 2", 'api_keys = "/k"'), "node a: no such field: api_keys; it is a setting"),
+        (('name = "test"', 'name = "test"\nkv_memory = "1GiB"'), "toml: no such field: kv_memory; it is a setting"),
+        (("count = 3 }", 'count = 3, grup = "tp2" }'), "node b: workers[0]: no such field: grup; did you mean group?"),
+        (('role = "decode", count = 3', 'role = "decod", count = 3'), "roles are prefill, decode and both"),
+        (('name = "b"', 'name = "B"'), "node B: name: expected lower-case letters, digits and hyphens"),
+        (('name = "b"\n', ""), "node number 2: Object missing required field `name`"),
+        (("count = 3", 'count = "3"'), "node b: workers[0].count: Expected `int`, got `str`"),
+        (("port = 9100", "port = 9100\nray = { adress = 1 }"), "node b: ray: no such field: adress; did you mean"),
+    ],
+)
+def test_a_mistyped_field_is_named_with_its_node_and_what_would_work(
+    tmp_path: Path, change: tuple[str, str], because: str
+) -> None:
+    assert change[0] in NODES
+    with pytest.raises(ConfigError) as refused:
+        fleet(tmp_path, NODES.replace(*change, 1))
+    assert because in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
         (("max_running = 7", "max_runing = 7"), "max_runing in the settings of fleet.toml: no such setting; did you"),
         (("max_running = 9", "max_running = 0"), "max_running in the settings of node b of fleet.toml"),
         (("max_running = 7", "prefill = 2"), "prefill is no setting of a node"),

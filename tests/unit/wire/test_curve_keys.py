@@ -74,7 +74,7 @@ def test_a_key_that_does_not_fit_its_other_half_is_refused(folder: Path, content
 
 
 def test_a_missing_key_is_refused_with_what_makes_one(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="penstock host-keys DIR"):
+    with pytest.raises(ConfigError, match="makes keys on one host, and the others get copies"):
         CurveKeys.load(folder)
 
 

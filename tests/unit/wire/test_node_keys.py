@@ -14,7 +14,7 @@ from penstock.config.node_registry import NodeChanges, NodeRegistry, RegistryFil
 from penstock.engine.service.gateway_exchange import SharedMessage
 from penstock.errors import ConfigError
 from penstock.wire import node_keys
-from penstock.wire.node_keys import NodeKeys
+from penstock.wire.node_keys import NodeKeys, load_host_keys
 from penstock.wire.peer_rights import NO_RIGHT, PeerRefusal, request_refusal
 
 
@@ -138,3 +138,9 @@ def test_ambiguous_registries_are_refused(folder: NodeFolder, tmp_path: Path) ->
         path.chmod(0o600)
         with pytest.raises(ConfigError, match=r"same name or key|could be taken for"):
             load_registry(path)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_refused_with_its_name(tmp_path: Path) -> None:
+    """A name that is too long stands for one without permission, which root would have."""
+    with pytest.raises(ConfigError, match=r"cannot read the key .*File name too long"):
+        load_host_keys(tmp_path / ("k" * 300), "a")
