@@ -71,7 +71,7 @@ def plot(minutes: dict[str, Minute], path: Path) -> None:
             axes.annotate(what, (at + 0.5, 0.06 + 0.09 * number), fontsize=8, color="gray")
         axes.axhline(1.0, color="black", lw=0.8)
         axes.set(title=scene, xlabel="seconds", xlim=(0, MINUTE_S), ylim=(0, None))
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper left")
     panels[0][0].set_ylabel(f"admitted in {WINDOW_S:g} s, of the rate")
     figure.savefig(path)
 

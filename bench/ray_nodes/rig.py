@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from types import TracebackType
 from typing import Any
 
@@ -31,14 +31,14 @@ class Rig:
         self.streams = streams
         self.ray = RayHosts()
         self.wanted: dict[int, Identical] = {}
-        self._stack = ExitStack()
+        self._stack, self._folder = ExitStack(), ""
         self._fleet: RayFleet | None = None
 
     def __enter__(self) -> Rig:
         with PenstockServer(["--aggregated"]) as server:
             self.wanted = undisturbed(server, self.streams)
         with ExitStack() as stack:
-            self.folder = Path(stack.enter_context(TemporaryDirectory()))
+            self._folder = stack.enter_context(TemporaryDirectory())
             stack.enter_context(self.ray)
             self._stack = stack.pop_all()
         return self
@@ -48,9 +48,13 @@ class Rig:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
+    def own_folder(self) -> Path:
+        """For a fleet's file and keys; it is removed with the rig."""
+        return Path(mkdtemp(dir=self._folder))
+
     def up(self) -> tuple[RayFleet, float]:
         """Start the fleet, which is not there; the seconds from the command to its end, which is when it is ready."""
-        fleet = self._fleet or RayFleet(self.ray, self.folder)
+        fleet = self._fleet or RayFleet(self.ray, self.own_folder())
         began = time.monotonic()
         fleet.command("up")
         seconds = time.monotonic() - began

@@ -190,7 +190,7 @@ def head(rig: Rig, options: argparse.Namespace) -> Iterator[Row]:
 def members(rig: Rig, _: argparse.Namespace) -> Iterator[Row]:
     """Gateways outside the fleet, which follow its workers."""
     rig.down()
-    found = scaled_under_load(rig.ray, rig.folder, rig.wanted)
+    found = scaled_under_load(rig.ray, rig.own_folder(), rig.wanted)
     yield from _counts("members", rig, found.load)
     told = "from the end of `penstock ray up`; four gateways and four new workers on two cores"
     yield Row("members", "workers 2 -> 6: all used by all four gateways", found.used_s, "s", USED_BAR_S, told)
