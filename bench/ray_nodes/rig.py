@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -89,14 +89,16 @@ class Rig:
             asked.result()
 
 
-def all_ready(fleet: RayFleet, *, other_than: tuple[str, int] | None = None) -> Rows | None:
-    """What ``penstock ray status`` shows if all nodes are ready; None: they are not, or it does not say.
+def ready_rows(fleet: RayFleet, names: Collection[str], *, other_than: tuple[str, int] | None = None) -> Rows | None:
+    """What ``penstock ray status`` shows if these nodes are ready; None: they are not, or it does not say.
 
     ``other_than``: a node, and the actor that it must not have any more.
     """
     try:
-        rows = fleet.nodes(code=0)
-    except (AssertionError, ValueError):
+        rows = fleet.nodes()
+    except ValueError:
+        return None
+    if any(rows.get(name, {}).get("state") != "ready" for name in names):
         return None
     if other_than is not None and rows[other_than[0]].get("actor_pid") in (None, other_than[1]):
         return None

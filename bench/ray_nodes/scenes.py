@@ -7,11 +7,11 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from bench.fleet_scale.__main__ import Row
-from bench.ray_nodes.rig import Rig, all_ready
+from bench.ray_nodes.rig import Rig, ready_rows
 
 from cluster.asking import ask, streaming
 from cluster.keyed_load import KeyedLoad
@@ -108,8 +108,8 @@ class Absence:
     what: str
     strike: Callable[[], object]
     bring_back: Callable[[], object]
-    probe: str = "b"
-    """The node whose actor is killed when all is back, so that Ray has something to do."""
+    lost: str = ""
+    """The node that goes with it; the other one goes on."""
 
     def rows(self, rig: Rig, fleet: RayFleet, away_s: float) -> Iterator[Row]:
         """Under streams at both gateways."""
@@ -121,20 +121,25 @@ class Absence:
             meanwhile, waited = len(load.answers), load.longest_wait_s(struck)
             began = time.monotonic()
             self.bring_back()
-            known = _seconds_until_all_ready(fleet, began)
+            started = time.monotonic()
+            known = _seconds_until_ready(fleet, began, [node for node in before if node != self.lost])
+            all_known = _seconds_until_ready(fleet, began, before) if self.lost else known
             load.wait_answers(rig.streams, PATIENCE_S)
         yield from _counts(self.scene, rig, load)
         told = f"{meanwhile} answers in {away_s:g} s"
         yield Row(self.scene, f"{self.what} away: longest wait for a token", waited, "s", None, told)
-        name = f"{self.what} back: all nodes ready, by `penstock ray status`"
-        yield Row(self.scene, name, known, "s", CONTROL_BAR_S, "the streams go on")
+        told = f"under load; {started - began:.1f} s of it until it is started"
+        name = f"{self.what} back: `penstock ray status` shows nodes as ready"
+        yield Row(self.scene, name, known, "s", CONTROL_BAR_S, told)
+        if self.lost:
+            yield Row(self.scene, f"{self.what} back: node {self.lost} is ready", all_known, "s", PLACED_BAR_S, told)
         kept = fleet.nodes(code=0)
-        ended = kept[self.probe]["pid"] != before[self.probe]["pid"]
-        yield Row(self.scene, f"nodes that were started anew (node {self.probe})", ended, "", 0)
-        began, killed = time.monotonic(), kept[self.probe]["actor_pid"]
+        anew = [node for node in kept if kept[node]["pid"] != before[node]["pid"] and node != self.lost]
+        yield Row(self.scene, "nodes that were started anew without need", len(anew), "", 0, ", ".join(anew))
+        began, killed = time.monotonic(), kept["b"]["actor_pid"]
         os.kill(killed, signal.SIGKILL)
-        replaced = _seconds_until_all_ready(fleet, began, (self.probe, killed))
-        told = "without streams"
+        replaced = _seconds_until_ready(fleet, began, kept, ("b", killed))
+        told = "without load"
         yield Row(self.scene, "then an actor killed: another has its node", replaced, "s", CONTROL_BAR_S, told)
         fleet.wait_whole()
 
@@ -147,10 +152,13 @@ def _keep(load: KeyedLoad, until: float) -> None:
         left = until - time.monotonic()
 
 
-def _seconds_until_all_ready(fleet: RayFleet, began: float, other_than: tuple[str, int] | None = None) -> float:
-    PenstockServer.wait_for(
-        lambda: all_ready(fleet, other_than=other_than) is not None, 3 * PATIENCE_S, "all nodes are ready"
-    )
+def _seconds_until_ready(
+    fleet: RayFleet, began: float, names: Collection[str], other_than: tuple[str, int] | None = None
+) -> float:
+    def ready() -> bool:
+        return ready_rows(fleet, names, other_than=other_than) is not None
+
+    PenstockServer.wait_for(ready, 3 * PATIENCE_S, f"{', '.join(names)} are ready")
     return time.monotonic() - began
 
 
@@ -184,7 +192,7 @@ def redis(rig: Rig, options: argparse.Namespace) -> Iterator[Row]:
 def head(rig: Rig, options: argparse.Namespace) -> Iterator[Row]:
     """Host a is killed, with the GCS; Redis is on another host.  Half of the clients are at its gateway."""
     strike, back = (lambda: rig.ray.kill("a")), (lambda: rig.ray.start("a"))
-    yield from Absence("head", "head", strike, back).rows(rig, rig.fleet(), options.away_s)
+    yield from Absence("head", "head", strike, back, lost="a").rows(rig, rig.fleet(), options.away_s)
 
 
 def members(rig: Rig, _: argparse.Namespace) -> Iterator[Row]:
