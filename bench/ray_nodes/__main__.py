@@ -93,6 +93,8 @@ def main() -> int:
     names = options.only.split(",") if options.only else list(SCENES)
     if unknown := [name for name in names if name not in SCENES]:
         parser.error(f"no such scene: {', '.join(unknown)}")
+    if sys.dont_write_bytecode:
+        print("PYTHONDONTWRITEBYTECODE is set: each process compiles what it imports, which takes it seconds")
     print(hardware_line() + "\n\n| scene | | measured | bar | |\n|---|---|---:|---|---|", flush=True)
     rows: list[Row] = []
     with Rig(options.streams) as rig:

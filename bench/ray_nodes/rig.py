@@ -95,7 +95,7 @@ def ready_rows(fleet: RayFleet, names: Collection[str], *, other_than: tuple[str
     ``other_than``: a node, and the actor that it must not have any more.
     """
     try:
-        rows = fleet.nodes()
+        rows: Rows = fleet.nodes()
     except ValueError:
         return None
     if any(rows.get(name, {}).get("state") != "ready" for name in names):

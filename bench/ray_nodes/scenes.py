@@ -32,7 +32,7 @@ def _median(scene: str, what: str, values: list[float], bar: float | None) -> Ro
 
 
 def _counts(scene: str, rig: Rig, load: KeyedLoad) -> Iterator[Row]:
-    told = f"{len(load.answers)} answered, {rig.streams} at a time; {load.resumed} went on at another gateway"
+    told = f"{len(load.answers)} answered, {rig.streams} at a time; {load.resumed} asked again at another gateway"
     if load.failed:
         told += f"; {load.failed[0]}"
     yield Row(scene, "requests that failed", len(load.failed), "", 0, told)
@@ -41,7 +41,7 @@ def _counts(scene: str, rig: Rig, load: KeyedLoad) -> Iterator[Row]:
 
 def up(rig: Rig, options: argparse.Namespace) -> Iterator[Row]:
     """From the command to two nodes that are ready."""
-    seconds = []
+    seconds: list[float] = []
     for _ in range(options.rounds):
         rig.down()
         seconds.append(rig.up()[1])
@@ -52,7 +52,10 @@ def actor(rig: Rig, options: argparse.Namespace) -> Iterator[Row]:
     """An actor is killed, and its node goes on; then a node's process, which its actor starts again."""
     fleet = rig.fleet()
     short, whole = ask(fleet.a, max_tokens=SHORT), ask(fleet.a, max_tokens=LONG)
-    answered, taken_over, again, broken = [], [], [], 0
+    answered: list[float] = []
+    taken_over: list[float] = []
+    again: list[float] = []
+    broken = 0
     for _ in range(options.rounds):
         before = fleet.wait_for_node("b", "ready")
         with streaming(fleet.a, max_tokens=LONG) as there, streaming(fleet.b, max_tokens=LONG) as own:

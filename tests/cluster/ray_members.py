@@ -46,7 +46,7 @@ def outside_gateway(ray: RayHosts, folder: Path, keys: Path, poll_s: float = 0.5
 def scaled_under_load(ray: RayHosts, folder: Path, wanted: Mapping[int, Identical]) -> Scaled:
     """Workers 2 -> 6 -> 2 and gateways 2 -> 4 -> 1, of the four one is killed.  ``wanted``: of each client's seed."""
     fleet = RayFleet(ray, folder)
-    few = {"gateways": 0, "workers": '{ role = "both", count = 2 }'}
+    few = {"gateways": 1, "workers": '{ role = "both", count = 2 }'}
     more = {"gateways": 0, "workers": '{ role = "both", count = 4 }'}
     fleet.write(a=few)
     fleet.command("up")
