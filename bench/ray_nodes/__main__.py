@@ -15,8 +15,6 @@ redis-server, root and iproute2.
 - ``redis``: Redis is killed, which ends the GCS; both are started again after ``--away-s``.
 - ``head``: all processes of host a are killed, GCS and node included, and ``ray start --head`` is run there after
   ``--away-s``.
-- ``members``: gateways outside the fleet follow it with ``--members ray:`` while workers go from 2 to 6 to 2 and
-  gateways from 2 to 4 to 1.
 
 Each stream has a key: where its gateway is killed its client goes on at the other one.  Every answer is compared with
 that of one process.  Exits with 1 when a bar is missed.
@@ -44,7 +42,6 @@ SCENES: dict[str, Callable[[Rig, argparse.Namespace], Iterator[Row]]] = {
     "gcs": scenes.gcs,
     "redis": scenes.redis,
     "head": scenes.head,
-    "members": scenes.members,
 }
 
 

@@ -17,10 +17,9 @@ from cluster.asking import ask, streaming
 from cluster.keyed_load import KeyedLoad
 from cluster.processes import alive
 from cluster.ray_fleet import RayFleet, seconds_until_answered
-from cluster.ray_members import scaled_under_load
 from cluster.server import PATIENCE_S, PenstockServer
 
-READY_BAR_S, ANSWER_BAR_S, ELSEWHERE_BAR_S, PLACED_BAR_S, CONTROL_BAR_S, USED_BAR_S = 6.0, 3.0, 1.5, 10.0, 10.0, 3.0
+READY_BAR_S, ANSWER_BAR_S, ELSEWHERE_BAR_S, PLACED_BAR_S, CONTROL_BAR_S = 6.0, 3.0, 1.5, 10.0, 10.0
 LONG, SHORT = 900, 40  # tokens of an answer
 AFTER_ANSWERS = 3
 """For each stream at a time: so many more answers come after a blow before the load ends."""
@@ -196,15 +195,3 @@ def head(rig: Rig, options: argparse.Namespace) -> Iterator[Row]:
     """Host a is killed, with the GCS; Redis is on another host.  Half of the clients are at its gateway."""
     strike, back = (lambda: rig.ray.kill("a")), (lambda: rig.ray.start("a"))
     yield from Absence("head", "head", strike, back, lost="a").rows(rig, rig.fleet(), options.away_s)
-
-
-def members(rig: Rig, _: argparse.Namespace) -> Iterator[Row]:
-    """Gateways outside the fleet, which follow its workers."""
-    rig.down()
-    found = scaled_under_load(rig.ray, rig.own_folder(), rig.wanted)
-    yield from _counts("members", rig, found.load)
-    told = "from the end of `penstock ray up`; four gateways and four new workers on two cores"
-    yield Row("members", "workers 2 -> 6: all used by all four gateways", found.used_s, "s", USED_BAR_S, told)
-    told = "from the end of `penstock ray up`"
-    yield Row("members", "workers 6 -> 2: forgotten by the gateway that is left", found.forgotten_s, "s", None, told)
-    yield Row("members", "gateways and workers that were started anew", found.restarts, "", 0)
