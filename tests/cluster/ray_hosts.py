@@ -33,11 +33,17 @@ SETTINGS = {
 """Those that docs/fleet.md recommends, and patience with a machine that is busy."""
 
 
+REDIS_HOST = "r"
+
+
 class RayHosts:
-    """Hosts a and b; a has the head, and a Redis that keeps the state of its GCS.  Use: ``with RayHosts() as ray:``."""
+    """Hosts a and b, a with the head, and r with a Redis that keeps the state of its GCS.
+
+    Use: ``with RayHosts() as ray:``.
+    """
 
     def __init__(self) -> None:
-        self._hosts = Hosts(["a", "b"])
+        self._hosts = Hosts(["a", "b", REDIS_HOST])
         self._folder = tempfile.mkdtemp(prefix="pray")  # short: names of sockets are
         self._spaces: dict[str, str] = {}
         self._spawned: list[subprocess.Popen[bytes]] = []
@@ -49,8 +55,8 @@ class RayHosts:
     def __enter__(self) -> RayHosts:
         try:
             self._hosts.__enter__()
-            self._spaces = {name: self._hosts.inside(name)[-1] for name in "ab"}
-            self._start_redis()
+            self._spaces = {name: self._hosts.inside(name)[-1] for name in ("a", "b", REDIS_HOST)}
+            self.start_redis()
             self.start("a")
             self.start("b")
         except BaseException:
@@ -81,16 +87,31 @@ class RayHosts:
         """The words that make a command run there."""
         return self._hosts.inside(host)
 
-    def _start_redis(self) -> None:
-        listen = ("--bind", self.host("a"), "--port", str(REDIS_PORT), "--protected-mode", "no")
-        self.spawn("a", ["redis-server", *listen, "--save", "", "--dir", self._folder])
+    def start_redis(self) -> None:
+        """With what the one before it had written, each command of which is on its disk before it is answered."""
+        listen = ("--bind", self.host(REDIS_HOST), "--port", str(REDIS_PORT), "--protected-mode", "no")
+        kept = ("--save", "", "--appendonly", "yes", "--appendfsync", "always", "--dir", self._folder)
+        self.spawn(REDIS_HOST, ["redis-server", *listen, *kept])
 
         def answers() -> bool:
-            words = ("redis-cli", "-h", self.host("a"), "-p", str(REDIS_PORT), "ping")
-            done = subprocess.run([*self.inside("a"), *words], capture_output=True, text=True, check=False)
+            words = ("redis-cli", "-h", self.host(REDIS_HOST), "-p", str(REDIS_PORT), "ping")
+            done = subprocess.run([*self.inside(REDIS_HOST), *words], capture_output=True, text=True, check=False)
             return "PONG" in done.stdout
 
         PenstockServer.wait_for(answers, PATIENCE_S, "Redis")
+
+    def gcs(self) -> int:
+        """Its process."""
+        (pid,) = self.pids("a", "gcs_server")
+        return pid
+
+    def end_gcs(self) -> list[str]:
+        """Kill it; returns the words that start it again (``spawn`` on host a)."""
+        pid = self.gcs()
+        words = self.command_of(pid)
+        os.kill(pid, signal.SIGKILL)
+        PenstockServer.wait_for(lambda: not alive(pid), PATIENCE_S, "the GCS has ended")
+        return words
 
     def spawn(self, host: str, words: Sequence[str]) -> None:
         """Run a command there until the host is killed."""
@@ -110,7 +131,10 @@ class RayHosts:
         own = f"--node-ip-address={self.host(host)}"
         size = ("--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats")
         place = [f"--temp-dir={self._folder}"] if host == "a" else []
-        redis = {"RAY_REDIS_ADDRESS": f"{self.host('a')}:{REDIS_PORT}"} if host == "a" else {}
+        # A head that is started again looks there, and for raylets in /proc, where it sees those of other hosts here.
+        if host == "a":
+            Path(self._folder, "ray_current_cluster").unlink(missing_ok=True)
+        redis = {"RAY_REDIS_ADDRESS": f"{self.host(REDIS_HOST)}:{REDIS_PORT}"} if host == "a" else {}
         done = self.run(host, "ray.scripts.scripts", "start", *words, own, *size, *place, environ=redis)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,11 @@ import pytest
 
 from penstock.wire.curve_keys import CurveKeys
 
+from .keyed_load import KeyedLoad, undisturbed
 from .server import PATIENCE_S, PenstockServer, PenstockWorker
-from .streams import keyed_completion, make_client
 from .test_members import QUICK, MembersFile, rows
 
 CLIENTS = 6
-BODY = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 FAILOVER = "[failover]\nno_path_s = 120.0\n"
 
 USED_S = 10.0
@@ -29,39 +27,6 @@ one gateway and one worker it is 3 s (``test_members.USED_S``)."""
 
 Publish = Callable[[Sequence[PenstockWorker]], None]
 """Makes these the members."""
-
-
-class Load:
-    """Clients that send one request after the other, each with a key of its own, to gateways in turn."""
-
-    def __init__(self, urls: list[str]) -> None:
-        """``urls``: of the gateways that there are, which may change."""
-        self.urls = urls
-        self.answers: list[tuple[int, dict[str, Any]]] = []  # the seed, and what came
-        self.resumed = 0  # streams that went on after their gateway had ended
-        self._over = threading.Event()
-
-    def run(self, rounds: int | None = None) -> None:
-        """Until ``stop``, or for so many requests of each client.  Raises what a client meets."""
-        asyncio.run(self._run(rounds))
-
-    def stop(self) -> None:
-        self._over.set()
-
-    async def _run(self, rounds: int | None) -> None:
-        async with make_client() as client, asyncio.TaskGroup() as group:
-            for seed in range(CLIENTS):
-                group.create_task(self._ask(client, seed, rounds))
-
-    async def _ask(self, client: Any, seed: int, rounds: int | None) -> None:
-        number = 0
-        while not self._over.is_set() and number != rounds:
-            first = (seed + number) % len(self.urls)
-            order = self.urls[first:] + self.urls[:first]
-            answer = await keyed_completion(client, order, BODY | {"seed": seed}, key=f"{id(self)}-{seed}-{number}")
-            self.answers.append((seed, answer.identical))
-            self.resumed += answer.resumed > 0
-            number += 1
 
 
 @contextmanager
@@ -135,11 +100,9 @@ def test_gateways_and_workers_come_and_go_under_load_and_no_request_fails(source
             stack.enter_context(gateway)
         for gateway in gateways[:2]:
             gateway.wait_for(lambda gateway=gateway: uses(gateway, *names[:2]), PATIENCE_S, "joined")
-        alone = Load([gateways[0].url])
-        alone.run(rounds=1)
-        wanted = dict(alone.answers)
+        wanted = undisturbed(gateways[0], CLIENTS)
 
-        load = Load([gateway.url for gateway in gateways[:2]])
+        load = KeyedLoad([gateway.url for gateway in gateways[:2]], CLIENTS)
         with ThreadPoolExecutor(1) as pool, ExitStack() as asking:
             asking.callback(load.stop)  # before the pool waits for its thread
             asked = pool.submit(load.run)
@@ -167,11 +130,11 @@ def test_gateways_and_workers_come_and_go_under_load_and_no_request_fails(source
             gateways[0].wait_for(lambda: uses(gateways[0], *names[:2]), 2 * PATIENCE_S, "forgotten")
             for worker in workers[2:]:
                 worker.stop()
-            more = len(load.answers) + CLIENTS
-            gateways[0].wait_for(lambda: asked.done() or len(load.answers) >= more, 2 * PATIENCE_S, "asked")
+            load.wait_answers(CLIENTS, 2 * PATIENCE_S)
             load.stop()
             asked.result()
-        assert [answer for seed, answer in load.answers if answer != wanted[seed]] == []
+        assert load.failed == []
+        assert load.differing(wanted) == 0
         assert load.resumed > 0, "no stream was open when its gateway ended"
         assert gateways[0].gateway_pid() == pids[gateways[0].url]
         assert all(worker.running for worker in workers[:2])

@@ -3,180 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from penstock.wire.curve_keys import CurveKeys
-
+from . import keyed_load
 from .asking import ask, streaming
 from .envoy import PenstockPicker
-from .ray_hosts import RayHosts
+from .keyed_load import KeyedLoad
+from .ray_fleet import RayFleet, missing, ready_workers, seconds_until_answered
+from .ray_hosts import REDIS_HOST, RayHosts
+from .ray_members import outside_gateway
 from .server import PATIENCE_S, PenstockServer
 from .streams import all_answers
 from .varied import varied_requests
 
-KEY = "a-key-of-the-tests-of-ray"
-
-FLEET = """
-name = "two hosts"
-keys = "{keys}"
-
-[settings]
-kv_memory = "64MiB"
-
-[settings.failover]
-no_path_s = 60.0
-"""
-
-NODE = """
-[[nodes]]
-name = "{name}"
-address = "{address}"
-gateways = {gateways}
-workers = [{workers}]
-{more}
-"""
-
-
-WORKERS = '{{ role = "prefill", count = 1 }}, {{ role = "decode", count = {decode} }}'
-
-GCS_AWAY_S = 120.0
-
-
-def no_namespaces() -> bool:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        return True
-    return subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode != 0
-
+GCS_AWAY_S, HEAD_AWAY_S = 120.0, 20.0
+CLIENTS = 8
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (requirements-test.txt)"),
-    pytest.mark.skipif(no_namespaces(), reason="needs root, iproute2 and network namespaces"),
+    pytest.mark.skipif(bool(missing()), reason=f"needs {missing()}"),
     pytest.mark.timeout(600),
 ]
-
-
-class Gateway(PenstockServer):
-    """The gateways of a node that Ray started: they can be asked, and are not ours to end."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__([], environ={"PENSTOCK_API_KEY": KEY})
-        self.url = f"http://{address}:8000"
-
-    @property
-    def running(self) -> bool:
-        return True
-
-
-class RayFleet:
-    """A cluster with a fleet file of nodes a and b, and the gateway of each."""
-
-    def __init__(self, ray: RayHosts, folder: Path) -> None:
-        self.ray = ray
-        self.file = folder / "fleet.toml"
-        self._keys = folder / "keys"
-        CurveKeys.ephemeral().save(self._keys)
-        self.a, self.b = (Gateway(ray.host(name)) for name in "ab")
-        self.write()
-
-    def write(self, **nodes: dict[str, Any]) -> None:
-        """The file; ``nodes``: what is otherwise in a node, ``{}`` for a node as it is.  Without any, both."""
-        texts = []
-        for name, given in (nodes or {"a": {}, "b": {}}).items():
-            fields = {"gateways": 1, "decode": 1, "more": ""} | given
-            fields.setdefault("workers", WORKERS.format(decode=fields.pop("decode")))
-            http = f'http_host = "0.0.0.0"\nsettings = {{ api_key = "{KEY}" }}' if fields["gateways"] else ""
-            fields["more"] += f"\n{http}"
-            texts.append(NODE.format(name=name, address=self.ray.host(name), **fields))
-        self.file.write_text(FLEET.format(keys=self._keys) + "".join(texts))
-
-    def command(self, action: str, *words: str, code: int = 0) -> str:
-        return self.ray.penstock("ray", action, str(self.file), *words, code=code)
-
-    def nodes(self, code: int | None = None) -> dict[str, dict[str, Any]]:
-        """The rows of ``penstock ray status``, by node; ``code``: what it must end with."""
-        done = self.ray.run("a", "penstock", "ray", "status", str(self.file), "--json")
-        assert code is None or done.returncode == code, done.stdout + done.stderr
-        return {row["node"]: row for row in json.loads(done.stdout)["nodes"]}
-
-    def wait_for_node(self, name: str, state: str) -> dict[str, Any]:
-        """Until a node has this state; its row."""
-        found: dict[str, Any] = {}
-
-        def reached() -> bool:
-            found.update(self.nodes()[name])
-            return found["state"] == state
-
-        PenstockServer.wait_for(reached, 2 * PATIENCE_S, state)
-        return found
-
-    def wait_for_another(self, name: str, before: dict[str, Any]) -> dict[str, Any]:
-        """Until a node is ready in another process, or has another actor; its row."""
-        found: dict[str, Any] = {}
-
-        def reached() -> bool:
-            found.update(self.nodes()[name])
-            same = all(found.get(what) == before[what] for what in ("pid", "actor_pid"))
-            return found["state"] == "ready" and not same
-
-        PenstockServer.wait_for(reached, 2 * PATIENCE_S, "another")
-        return found
-
-    def wait_whole(self, *workers: str) -> None:
-        """Until each gateway has these workers, ready; none given: all four."""
-        wanted = set(workers or ("a-prefill-0", "a-decode-0", "b-prefill-0", "b-decode-0"))
-        for gateway in (self.a, self.b):
-            try:
-                gateway.wait_for(lambda gateway=gateway: ready_workers(gateway) >= wanted, 2 * PATIENCE_S, "whole")
-            except AssertionError:
-                rows = [(row["id"], row["state"]) for row in gateway.workers()]
-                raise AssertionError(f"{gateway.url} is not whole: {rows}; {self.nodes()}") from None
-
-
-def ready_workers(server: PenstockServer) -> set[str]:
-    """The names of those; a gateway that does not answer yet has none."""
-    try:
-        return {row["id"] for row in server.workers() if row["state"] == "ready"}
-    except httpx.TransportError:
-        return set()
 
 
 def answered(server: PenstockServer, *, together: bool = True) -> list[dict[str, object]]:
     bodies, headers = varied_requests(max_tokens=120)[:8], server.key_headers()
     answers = asyncio.run(all_answers(server.url, bodies, together=together, headers=headers))
     return [answer.identical for answer in answers]
-
-
-def seconds_until_answered(server: PenstockServer, wanted: str) -> float:
-    """Until a whole answer has come, which must be ``wanted``; it is asked once a gateway is ready."""
-    began = time.monotonic()
-    found: list[str] = []
-
-    def answers() -> bool:
-        try:
-            if server.get("/ready").status_code != 200:
-                return False
-            found.append(ask(server, max_tokens=40))
-        except httpx.TransportError:
-            return False
-        return True
-
-    server.wait_for(answers, PATIENCE_S, "answered")
-    assert found == [wanted]
-    return time.monotonic() - began
 
 
 def measured(what: str, seconds: float) -> None:
@@ -201,6 +63,27 @@ def undisturbed() -> list[dict[str, object]]:
 def long_answer() -> str:
     with PenstockServer(["--aggregated"]) as server:
         return ask(server, max_tokens=900)
+
+
+@pytest.fixture(scope="module")
+def seeded() -> dict[int, keyed_load.Identical]:
+    """What each client of ``loaded`` must get."""
+    with PenstockServer(["--aggregated"]) as server:
+        return keyed_load.undisturbed(server, CLIENTS)
+
+
+@contextmanager
+def loaded(fleet: RayFleet) -> Iterator[KeyedLoad]:
+    """Streams at both gateways, so many at a time, without a pause."""
+    load = KeyedLoad([fleet.a.url, fleet.b.url], CLIENTS, headers=fleet.a.key_headers())
+    with ThreadPoolExecutor(1) as pool, ExitStack() as asking:
+        asking.callback(load.stop)  # before the pool waits for its thread
+        asked = pool.submit(load.run)
+        load.wait_answers(CLIENTS, PATIENCE_S)
+        yield load
+        load.wait_answers(CLIENTS, PATIENCE_S)
+        load.stop()
+        asked.result()
 
 
 @pytest.fixture
@@ -311,50 +194,79 @@ def test_a_node_drains_with_its_ray_node(fleet: RayFleet, long_answer: str) -> N
     fleet.wait_whole()
 
 
-def test_serving_goes_on_without_the_gcs_and_with_it_again(fleet: RayFleet, long_answer: str) -> None:
+def test_serving_goes_on_without_the_gcs_and_with_it_again(
+    fleet: RayFleet, seeded: dict[int, keyed_load.Identical]
+) -> None:
     """It is away for two minutes: longer than Ray's own limit, after which hosts and actors would end."""
-    (gcs,) = fleet.ray.pids("a", "gcs_server")
-    before = fleet.nodes(code=0)
-    os.kill(gcs, signal.SIGSTOP)
-    try:
-        until = time.monotonic() + GCS_AWAY_S
-        while time.monotonic() < until:
-            for gateway in (fleet.a, fleet.b):
-                assert ask(gateway, max_tokens=900) == long_answer
-        os.kill(before["b"]["pid"], signal.SIGKILL)  # its actor needs no GCS to start it again
-        fleet.b.wait_for(lambda: "b-decode-0" in ready_workers(fleet.b), PATIENCE_S, "back")
-        done = fleet.ray.run("a", "penstock", "ray", "status", str(fleet.file))
-        assert done.returncode == 1
-        assert "does not answer within" in done.stderr
-        assert "Traceback" not in done.stderr
-    finally:
-        os.kill(gcs, signal.SIGCONT)
-    began = time.monotonic()
-    after = fleet.wait_for_node("b", "ready")
-    measured("GCS back, status told", time.monotonic() - began)
+    gcs, before = fleet.ray.gcs(), fleet.nodes(code=0)
+    with loaded(fleet) as load:
+        os.kill(gcs, signal.SIGSTOP)
+        try:
+            until = time.monotonic() + GCS_AWAY_S
+            while time.monotonic() < until:
+                load.wait_answers(CLIENTS, PATIENCE_S)
+            assert load.resumed == 0
+            os.kill(before["b"]["pid"], signal.SIGKILL)  # its actor needs no GCS to start it again
+            fleet.b.wait_for(lambda: "b-decode-0" in ready_workers(fleet.b), PATIENCE_S, "back")
+            done = fleet.ray.run("a", "penstock", "ray", "status", str(fleet.file))
+            assert done.returncode == 1
+            assert "does not answer within" in done.stderr
+            assert "Traceback" not in done.stderr
+        finally:
+            os.kill(gcs, signal.SIGCONT)
+        began = time.monotonic()
+        after = fleet.wait_for_node("b", "ready")
+        measured("GCS back under load, status told", time.monotonic() - began)
+    assert load.failed == []
+    assert load.differing(seeded) == 0
     assert after["actor_pid"] == before["b"]["actor_pid"]
     assert fleet.nodes()["a"]["pid"] == before["a"]["pid"]
     fleet.wait_whole()
 
 
-def test_a_killed_gcs_is_back_with_the_cluster_that_it_had(fleet: RayFleet, long_answer: str) -> None:
-    """After two minutes, by what it had written to Redis."""
-    (gcs,) = fleet.ray.pids("a", "gcs_server")
-    command = fleet.ray.command_of(gcs)
+def test_a_killed_redis_and_its_gcs_are_back_with_the_cluster_that_they_had(
+    fleet: RayFleet, seeded: dict[int, keyed_load.Identical]
+) -> None:
+    """After two minutes, by what Redis had written to its disk."""
+    command = fleet.ray.command_of(fleet.ray.gcs())
     before = fleet.nodes(code=0)
-    os.kill(gcs, signal.SIGKILL)
-    until = time.monotonic() + GCS_AWAY_S
-    while time.monotonic() < until:
-        for gateway in (fleet.a, fleet.b):
-            assert ask(gateway, max_tokens=900) == long_answer
-    fleet.ray.spawn("a", command)
-    began = time.monotonic()
-    after = fleet.wait_for_node("b", "ready")
-    measured("GCS started anew, status told", time.monotonic() - began)
+    with loaded(fleet) as load:
+        fleet.ray.kill(REDIS_HOST)
+        fleet.a.wait_for(lambda: not fleet.ray.pids("a", "gcs_server"), PATIENCE_S, "the GCS has ended")
+        until = time.monotonic() + GCS_AWAY_S
+        while time.monotonic() < until:
+            load.wait_answers(CLIENTS, PATIENCE_S)
+        fleet.ray.start_redis()
+        fleet.ray.spawn("a", command)
+        began = time.monotonic()
+        after = fleet.wait_for_node("b", "ready")
+        measured("Redis and GCS started anew under load, status told", time.monotonic() - began)
+    assert (load.failed, load.resumed) == ([], 0)
+    assert load.differing(seeded) == 0
     assert after["pid"] == before["b"]["pid"]
     assert after["actor_pid"] == before["b"]["actor_pid"]
     os.kill(after["actor_pid"], signal.SIGKILL)
     fleet.wait_for_another("b", after)
+    fleet.wait_whole()
+
+
+def test_the_node_of_another_host_goes_on_without_the_head_and_joins_it_again(
+    fleet: RayFleet, seeded: dict[int, keyed_load.Identical]
+) -> None:
+    before = fleet.nodes(code=0)
+    with loaded(fleet) as load:
+        fleet.ray.kill("a")
+        until = time.monotonic() + HEAD_AWAY_S
+        while time.monotonic() < until:
+            load.wait_answers(CLIENTS, PATIENCE_S)
+        began = time.monotonic()
+        fleet.ray.start("a")
+        fleet.wait_for_another("a", before["a"])
+        measured("head back under load, its node ready", time.monotonic() - began)
+    assert load.failed == []
+    assert load.resumed > 0, "no stream was open at the head's gateway"
+    assert load.differing(seeded) == 0
+    assert fleet.nodes(code=0)["b"]["pid"] == before["b"]["pid"]
     fleet.wait_whole()
 
 
@@ -411,25 +323,11 @@ def test_a_picker_knows_the_fleets_gateways(fleet: RayFleet, tmp_path: Path) -> 
 
 
 def test_a_gateway_follows_the_fleets_members(fleet: RayFleet, tmp_path: Path, long_answer: str) -> None:
-    config = f'[membership]\nray_address = "{fleet.ray.address}"\nray_poll_s = 0.5\nray_silent_s = 5.0\n'
-    flags = [
-        "--members",
-        "ray:two hosts",
-        "--keys",
-        str(tmp_path / "keys"),
-        "--host",
-        fleet.ray.host("a"),
-        "--api-key",
-        KEY,
-    ]
-    server = PenstockServer(flags, config=config, folder=tmp_path)
-    server.url = f"http://{fleet.ray.host('a')}:{server.port}"
-    server.launcher = fleet.ray.inside("a")
-    with server:
+    with outside_gateway(fleet.ray, tmp_path, tmp_path / "keys", silent_s=5.0) as server:
         server.wait_for(lambda: len(ready_workers(server)) == 4, PATIENCE_S, "whole")
         assert {row["id"]: row["labels"]["node"] for row in server.workers()}["b-decode-0"] == "b"
         assert ask(server, max_tokens=900) == long_answer
-        (gcs,) = fleet.ray.pids("a", "gcs_server")
+        gcs = fleet.ray.gcs()
         os.kill(gcs, signal.SIGSTOP)
         try:
             server.wait_for(lambda: "Ray does not answer" in server.read_log(), PATIENCE_S, "noticed")

@@ -21,10 +21,10 @@ from penstock.config.api_keys import TenantEntry
 from penstock.wire.curve_keys import CurveKeys
 from tiny_adapters import write_adapter
 
+from .rated_hosts import hosts_of, key_file
 from .server import PATIENCE_S, PenstockServer, PenstockWorker
 from .test_api_key_limits import add_key, begin_stream, code_of
 from .test_api_key_limits import ask as ask_one
-from .test_rates import hosts_of, key_file
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
 TOKENS = 64

@@ -1,0 +1,111 @@
+"""Nodes on a real Ray cluster: how soon they are ready, and what goes on without an actor, a host, the GCS or Redis.
+
+Three hosts are network namespaces of this machine: a with Ray's head, b, and r with the Redis that keeps the state of
+the GCS.  a and b have a node each, with a prefill worker, a decode worker and a gateway.  Needs the extra ray,
+redis-server, root and iproute2.
+
+    python -m bench.ray_nodes                                  # everything: 12 minutes
+    python -m bench.ray_nodes --only up,actor
+    python -m bench.ray_nodes --only gcs --away-s 20 --json rows.json --plot docs/ray-nodes.svg
+
+- ``up``: ``penstock ray up`` of two nodes on a cluster that runs, to its end, which is when both are ready.
+- ``actor``: the actor of a node is killed, and then the process of a node.
+- ``node``: all processes of host b are killed under streams at host a's gateway; then ``ray start`` is run there again.
+- ``gcs``: the GCS is stopped (SIGSTOP) under streams at both gateways, and goes on after ``--away-s``.
+- ``redis``: Redis is killed, which ends the GCS; both are started again after ``--away-s``.
+- ``head``: all processes of host a are killed, GCS and node included, and ``ray start --head`` is run there after
+  ``--away-s``.
+
+Each stream has a key: where its gateway is killed its client goes on at the other one.  Every answer is compared with
+that of one process.  Exits with 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.fleet_scale.__main__ import Row
+from bench.gateway.figures import hardware_line
+from bench.ray_nodes import scenes
+from bench.ray_nodes.rig import Rig
+
+SCENES: dict[str, Callable[[Rig, argparse.Namespace], Iterator[Row]]] = {
+    "up": scenes.up,
+    "actor": scenes.actor,
+    "node": scenes.node,
+    "gcs": scenes.gcs,
+    "redis": scenes.redis,
+    "head": scenes.head,
+}
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """All figures in seconds, each with its bar."""
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row.unit == "s"][::-1]
+    figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.3 * len(shown)), layout="constrained")
+    for number, row in enumerate(shown):
+        axes.barh(number, row.value, height=0.6, color="#4c78a8" if row.met else "#e45756")
+        axes.annotate(f" {row.value:.1f}", (row.value, number), va="center", fontsize=8)
+        if row.bar is not None:
+            axes.plot([row.bar, row.bar], [number - 0.4, number + 0.4], color="black", lw=2)
+    axes.set_yticks(range(len(shown)), [f"{row.scene}: {row.what}" for row in shown], fontsize=8)
+    axes.set(xlabel="seconds; black: the bar")
+    axes.grid(axis="x", alpha=0.3)
+    axes.margins(x=0.08, y=0.02)
+    figure.savefig(path)
+
+
+def save(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Add the rows to those of other scenes there; all that are there now, by scene."""
+    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    measured = {row.scene for row in rows}
+    every = sorted(
+        [*(row for row in known if row.scene not in measured), *rows], key=lambda row: list(SCENES).index(row.scene)
+    )
+    path.write_text(json.dumps([asdict(row) for row in every], indent=1) + "\n")
+    return every
+
+
+def main() -> int:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ray_nodes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="SCENES", help=f"of {', '.join(SCENES)}")
+    parser.add_argument("--rounds", type=int, default=3, help="of up and actor, whose medians count (default: 3)")
+    parser.add_argument("--streams", type=int, default=8, help="at a time (default: 8)")
+    parser.add_argument("--away-s", type=float, default=120.0, help="of gcs, redis and head (default: 120)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to those there")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(SCENES)
+    if unknown := [name for name in names if name not in SCENES]:
+        parser.error(f"no such scene: {', '.join(unknown)}")
+    if sys.dont_write_bytecode:
+        print("PYTHONDONTWRITEBYTECODE is set: each process compiles what it imports, which takes it seconds")
+    print(hardware_line() + "\n\n| scene | | measured | bar | |\n|---|---|---:|---|---|", flush=True)
+    rows: list[Row] = []
+    with Rig(options.streams) as rig:
+        for name in names:
+            for row in SCENES[name](rig, options):
+                rows.append(row)
+                print(row.line(), flush=True)
+            if options.json:
+                save(options.json, rows)
+        rig.down()
+    if options.plot:
+        plot(save(options.json, rows) if options.json else rows, options.plot)
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
