@@ -139,7 +139,7 @@ def test_nobody_there_is_said_with_the_reason_and_ready_only_when_it_is(keys: st
     ("words", "because"),
     [
         (["worker"], "needs --keys DIR"),
-        (["worker", "--keys", "/no/such/folder"], "penstock host-keys DIR"),
+        (["worker", "--keys", "/no/such/folder"], "`penstock host-keys` makes keys on one host"),
         (["worker", "--keys", "KEYS", "--listen", "ipc://@x"], "expected tcp://HOST:PORT"),
         (["worker", "--keys", "KEYS", "--listen", "tcp://nowhere"], "is not an endpoint"),
         (["worker", "--keys", "KEYS", "--listen", "tcp://127.0.0.1:0"], "choose a port"),

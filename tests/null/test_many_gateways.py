@@ -191,9 +191,9 @@ class ManyTown(Town):
         worker.mailbox._listener.close()
 
     def busy_worker(self) -> StageWorker:
-        """One that runs, with requests if there is such a one."""
+        """The one that runs with the most requests: a short one may end with the worker."""
         running = [worker for worker in self.stage.workers if not worker.stopped]
-        return self.dice.choice([worker for worker in running if len(worker.mailbox._requests)] or running)
+        return max(running, key=lambda worker: len(worker.mailbox._requests))
 
     async def turn(self, seconds: float = TURN_S) -> None:
         """Time passes, and every process looks at its own clock."""
