@@ -90,7 +90,7 @@ def test_the_benchmark_of_agents_reads_the_recorded_session() -> None:
 
 
 def test_no_program_is_left_out() -> None:
-    """``simulations`` takes traces, ``reality`` calibrates for minutes, ``rates`` takes minutes, ``heads`` trains: by hand."""
+    """``simulations`` takes traces, ``reality`` and ``rates`` take minutes, ``heads`` trains: tried by hand."""
     by_hand = {"simulations", "reality", "rates", "heads"}
     programs = {path.stem for path in (ROOT / "bench").glob("*.py")}
     assert programs == QUICK.keys() | SERVED.keys() | by_hand

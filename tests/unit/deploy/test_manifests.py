@@ -375,7 +375,10 @@ def test_the_command_of_a_picker_is_one(tls: bool, tmp_path: Path, capsys: pytes
     ("change", "because"),
     [
         (("[kubernetes]", "[kubernetes]\npicker = {}"), "add http_gateway = NAME"),
-        (("[kubernetes]", "[kubernetes]\npicker = { replica = 1 }"), "kubernetes.picker: no such field: replica; did you mean replicas?"),
+        (
+            ("[kubernetes]", "[kubernetes]\npicker = { replica = 1 }"),
+            "kubernetes.picker: no such field: replica; did you mean replicas?",
+        ),
         (
             ("drain_s = 60.0 }\n\n[kubernetes]", TLS_SETTINGS),
             "the Gateway ends TLS",
