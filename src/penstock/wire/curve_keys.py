@@ -106,7 +106,8 @@ def read_secret(path: Path) -> bytes:
         # O_NONBLOCK: a pipe in the key's place must not make us wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(f"cannot read the key {path}: {error.strerror}{_KEY_HINTS.get(error.errno or 0, '')}") from error
+        hint = _KEY_HINTS.get(error.errno or 0, "")
+        raise ConfigError(f"cannot read the key {path}: {error.strerror}{hint}") from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_mode & _LOOSE:
