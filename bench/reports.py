@@ -36,7 +36,7 @@ import zmq
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench import stretched_time
+from bench.fleet_scale import stretched_time
 
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig, SchedulerConfig, WorkerConfig

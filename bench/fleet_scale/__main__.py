@@ -8,7 +8,7 @@
 - ``idle``: one of 16 gateways and 200 workers without requests (``bench/reports.py``).
 - ``gateway``: one gateway and 50 to 4,096 such workers, and what it takes to join them.  With more than 500 workers a
   core time passes slower for the gateway and for those that play its workers (``--stretch``): everything periodic
-  comes K times less often, and CPU seconds are counted for each stretched second (``bench/stretched_time.py``).
+  comes K times less often, and CPU seconds are counted for each stretched second (``stretched_time.py``).
 - ``worker``: a worker and 1 to 300 gateways, idle, and with eight requests at a time.  Service, loop, scheduler and
   ZeroMQ with CURVE are those of production; the model is null, and a step waits for 20 ms.
 - ``streams``: ``penstock serve --join --gateways 4`` in front of workers that are played, and as many open streams as
