@@ -18,18 +18,15 @@ Exits with 1 when the bar is missed.  The scene ``redis`` needs redis-server (De
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from bench.faults.result import NotHereError
-from bench.fleet_scale.__main__ import Row
-from bench.gateway.figures import hardware_line
+from bench.scenes import Row, add_options, print_head, save, selected
 
 from cluster.rated_hosts import MINUTE_S, REQUESTS, TOKENS, Minute, minute_with_redis, minute_without_redis
 
@@ -96,17 +93,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", metavar="SCENES", help=f"of {', '.join(SCENES)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="save the rows")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
+    add_options(parser, SCENES)
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(SCENES)
-    if unknown := [name for name in names if name not in SCENES]:
-        parser.error(f"no such scene: {', '.join(unknown)}")
-    print(hardware_line() + "\n\n| scene | | measured | bar | |\n|---|---|---:|---|---|", flush=True)
+    names = selected(parser, options.only, SCENES)
+    print_head()
     rows, minutes = measure(names)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        save(options.json, rows, SCENES)
     if options.plot:
         plot(minutes, options.plot)
     return 0 if all(row.met for row in rows) else 1

@@ -21,7 +21,6 @@ CPU seconds are those of the process in question, all threads included.  Exits w
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import resource
@@ -31,13 +30,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench import reports
 from bench.fleet_scale.streams import CLIENTS, GATEWAYS, PACE_S, Service, patience_s, running
 from bench.fleet_scale.worker import measure
-from bench.gateway.figures import anonymous_kib, hardware_line
+from bench.gateway.figures import anonymous_kib
+from bench.scenes import Row, add_options, print_head, save, selected
 
 FLEET = (300, 4096)
 """Gateways and workers of the largest fleet."""
@@ -46,26 +45,6 @@ UNSTRETCHED = 500
 """Played workers for each core of this machine with which a gateway is measured in real time."""
 
 IDLE_BAR, WORKER_BAR = 5.0, 5.0  # per cent of a core
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    scene: str
-    what: str
-    value: float
-    unit: str
-    bar: float | None = None
-    beside: str = ""  # what else there is to know
-
-    @property
-    def met(self) -> bool:
-        return self.bar is None or self.value <= self.bar
-
-    def line(self) -> str:
-        bar = "" if self.bar is None else f"<= {self.bar:g}, {'met' if self.met else 'MISSED'}"
-        return f"| {self.scene} | {self.what} | {self.value:,.2f} {self.unit} | {bar} | {self.beside} |"
 
 
 def idle(options: argparse.Namespace) -> Iterator[Row]:
@@ -239,17 +218,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def hardware() -> str:
-    """In a line."""
-    return f"{hardware_line()}, {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} descriptors a process"
-
-
 def main() -> int:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.fleet_scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", metavar="SCENES", help=f"of {', '.join(SCENES)}")
+    add_options(parser, SCENES)
     parser.add_argument("--rounds", type=int, default=3, help="of the scene idle, whose median counts (default: 3)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: 20)")
     parser.add_argument(
@@ -263,22 +237,18 @@ def main() -> int:
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 16, 100, FLEET[0]])
     parser.add_argument("--streams", type=int, help="(default: as many as there are descriptors for, up to 100,000)")
     parser.add_argument("--pace", type=float, default=PACE_S, help="seconds from token to token (default: %(default)g)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to those there")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
+    names = selected(parser, options.only, SCENES)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(hardware() + "\n\n| scene | | measured | bar | |\n|---|---|---:|---|---|", flush=True)
+    print_head(f", {hard:,} descriptors a process")
     rows: list[Row] = []
-    for name in options.only.split(",") if options.only else SCENES:
+    for name in names:
         for row in SCENES[name](options):
             rows.append(row)
             print(row.line(), flush=True)
     if options.json:
-        known = json.loads(options.json.read_text()) if options.json.exists() else []
-        known = [row for row in known if row["scene"] not in {row.scene for row in rows}]
-        options.json.write_text(json.dumps([*known, *map(asdict, rows)], indent=1))
-        rows = [Row(**row) for row in json.loads(options.json.read_text())]
+        rows = save(options.json, rows, SCENES)
     if options.plot:
         plot(rows, options.plot)
     return 0 if all(row.met for row in rows) else 1

@@ -23,17 +23,14 @@ that of one process.  Exits with 1 when a bar is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from bench.fleet_scale.__main__ import Row
-from bench.gateway.figures import hardware_line
 from bench.ray_nodes import scenes
 from bench.ray_nodes.rig import Rig
+from bench.scenes import Row, add_options, print_head, save, selected
 
 SCENES: dict[str, Callable[[Rig, argparse.Namespace], Iterator[Row]]] = {
     "up": scenes.up,
@@ -64,35 +61,20 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def save(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Add the rows to those of other scenes there; all that are there now, by scene."""
-    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
-    measured = {row.scene for row in rows}
-    every = sorted(
-        [*(row for row in known if row.scene not in measured), *rows], key=lambda row: list(SCENES).index(row.scene)
-    )
-    path.write_text(json.dumps([asdict(row) for row in every], indent=1) + "\n")
-    return every
-
-
 def main() -> int:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.ray_nodes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", metavar="SCENES", help=f"of {', '.join(SCENES)}")
+    add_options(parser, SCENES)
     parser.add_argument("--rounds", type=int, default=3, help="of up and actor, whose medians count (default: 3)")
     parser.add_argument("--streams", type=int, default=8, help="at a time (default: 8)")
     parser.add_argument("--away-s", type=float, default=120.0, help="of gcs, redis and head (default: 120)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to those there")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(SCENES)
-    if unknown := [name for name in names if name not in SCENES]:
-        parser.error(f"no such scene: {', '.join(unknown)}")
+    names = selected(parser, options.only, SCENES)
     if sys.dont_write_bytecode:
         print("PYTHONDONTWRITEBYTECODE is set: each process compiles what it imports, which takes it seconds")
-    print(hardware_line() + "\n\n| scene | | measured | bar | |\n|---|---|---:|---|---|", flush=True)
+    print_head()
     rows: list[Row] = []
     with Rig(options.streams) as rig:
         for name in names:
@@ -100,10 +82,10 @@ def main() -> int:
                 rows.append(row)
                 print(row.line(), flush=True)
             if options.json:
-                save(options.json, rows)
+                save(options.json, rows, SCENES)
         rig.down()
     if options.plot:
-        plot(save(options.json, rows) if options.json else rows, options.plot)
+        plot(save(options.json, rows, SCENES) if options.json else rows, options.plot)
     return 0 if all(row.met for row in rows) else 1
 
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from bench.fleet_scale.__main__ import Row
 from bench.ray_nodes.rig import Rig, ready_rows
+from bench.scenes import Row
 
 from cluster.asking import ask, streaming
 from cluster.keyed_load import KeyedLoad
