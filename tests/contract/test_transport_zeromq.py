@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
 
@@ -197,6 +197,54 @@ async def test_an_async_link_notices_that_the_process_at_its_other_end_is_killed
             peer.kill()
             await ended.wait()
             peer.join()
+
+
+@contextlib.contextmanager
+def _descriptors_left(count: int) -> Iterator[None]:
+    """This process may open so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 8])
+async def test_a_link_that_is_not_watched_for_want_of_descriptors_stops_no_other(left: int) -> None:
+    keys, fork = CurveKeys.ephemeral(), multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    peer = fork.Process(target=_echo, args=("tcp://127.0.0.1:0", keys, there), daemon=True)
+    peer.start()
+    with closing(ZmqTransport(keys)) as transport:
+        address = here.recv()
+        links, ended = [transport.connect_async(address)], asyncio.Event()
+        async with asyncio.timeout(PATIENCE_S):
+            assert links[0].send(note(0))
+            await anext(links[0])
+            with _descriptors_left(left), contextlib.suppress(ConfigError):
+                links.append(transport.connect_async(address))
+                links[1].notify_disconnected(ended.set)
+            watched = transport.watched_links
+            assert watched == (left == 8), "a link has two, and what watches it two more"
+            for each in links:
+                assert each.send(note(1))
+                await anext(each)
+            peer.kill()
+            peer.join()
+            if watched:
+                await ended.wait()
+        for each in links:
+            each.close()
+        assert transport.watched_links == 0
 
 
 def test_an_async_link_works_on_uvloop() -> None:

@@ -19,6 +19,7 @@ from tests.message_samples import MESSAGES
 from penstock.clock import VirtualClock
 from penstock.config.limits import SuperviseConfig
 from penstock.config.schema import GatewayConfig
+from penstock.engine.service import gateways
 from penstock.engine.service.readiness import REFUSAL_REASONS
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
@@ -321,6 +322,24 @@ def test_nobody_drives_a_gateway_out_that_is_there(stage: Stage, incarnation: in
     assert stage.answer("r") == expected(30, tokens=60)
     assert stage.returned == []
     assert not any(isinstance(received.message, Tokens) for received in iter(other.recv, None))
+
+
+@pytest.mark.parametrize("name", ["g", "one too many"])
+def test_a_gateway_that_is_not_let_in_is_sent_nothing(stage: Stage, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it asks for all that is cached."""
+    monkeypatch.setattr(gateways, "MAX_GATEWAYS", 1)
+    worker = stage.worker("both-0", Role.BOTH)
+    stage.ask(list(range(40)), to=worker, request="r")
+    stage.run()
+    other = stage.hub.connect(worker.endpoint)
+    for _ in range(50):
+        other.send(Hello(gateway=name, incarnation=1, kv_snapshot=True))
+        worker.link.send(Hello(gateway="g", incarnation=1))
+        stage.turn(0.01)
+    heard = [received.message for received in iter(other.recv, None)]
+    assert all(isinstance(message, ConfirmRequests) and not message.requests for message in heard), "is it there?"
+    assert not worker.mailbox.publisher.is_sending_snapshot
+    serves(stage, worker)
 
 
 def test_no_gateway_takes_anothers_request(stage: Stage) -> None:

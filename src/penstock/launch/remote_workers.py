@@ -286,8 +286,10 @@ class RemoteWorkers:
     def on_disconnected(self, endpoint: str) -> None:
         """The router's connection to the worker at ``endpoint`` has ended: find out at once whether the process has."""
         mailbox = self._mailboxes.get(endpoint)
-        if self._loop is None or mailbox is None or mailbox.lost or endpoint in self._quiet_probes:
+        if self._loop is None or mailbox is None or mailbox.lost:
             return
+        if endpoint in self._quiet_probes:  # it was begun before
+            self._quiet_probes[endpoint][1].cancel()
         probe = self._loop.create_task(self._probe_port(endpoint, disconnected=True))
         self._quiet_probes[endpoint] = self._clock.now(), probe
 

@@ -173,7 +173,8 @@ class WorkerLinks:
         self.close_link(worker)
         self._opened += 1
         connected = self._connect(endpoint, worker=worker)
-        if self.on_disconnected is not None:
+        # The supervisor says when a process of this host has ended.
+        if self.on_disconnected is not None and endpoint.startswith("tcp://"):
             connected.notify_disconnected(partial(self.on_disconnected, endpoint))
         link = WorkerLink(worker, incarnation, connected, self._opened)
         link.start_reading(self._handle, self._room)

@@ -11,7 +11,9 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from hmac import compare_digest
+from itertools import count
 
 import zmq
 from zmq.utils import z85
@@ -124,6 +126,44 @@ class SecureListener:
         self._socket.bind(self._endpoint)
 
 
+class ConnectionEvents:
+    """What befalls the connections of a ZeroMQ socket, such as handshakes that failed, and ends."""
+
+    _numbers = count()
+
+    def __init__(self, zmq_socket: zmq.Socket[bytes], events: int) -> None:
+        """Raises zmq.ZMQError when there are no descriptors.  To be closed before ``zmq_socket``."""
+        self._socket = zmq_socket
+        place = f"inproc://connection-events-{next(self._numbers)}"
+        self._reader: zmq.Socket[bytes] = zmq_socket.context.socket(zmq.PAIR)
+        try:
+            self._reader.setsockopt(zmq.LINGER, 0)
+            # The reader comes first: events that nobody can read stop the library's only I/O thread for good.
+            self._reader.connect(place)
+            zmq_socket.monitor(place, events)
+        except zmq.ZMQError:
+            self._reader.close(linger=0)
+            raise
+
+    def fileno(self) -> int:
+        """Readable at an edge: when there are events, once."""
+        descriptor = self._reader.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        return descriptor
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        """The events since the last time, each with its value, for most of them a descriptor."""
+        while readable(self._reader):
+            payload, _address = self._reader.recv_multipart(_NOBLOCK)
+            yield struct.unpack("=HI", payload)
+
+    def close(self) -> None:
+        """There are no events any more."""
+        if not self._reader.closed:
+            self._socket.monitor(None, 0)
+            self._reader.close(linger=0)
+
+
 class LinkKey:
     """Connects a DEALER with CURVE: with the key that its listener has, or may have.
 
@@ -142,7 +182,7 @@ class LinkKey:
         self._worker = worker
         self._used = b""
         self.public = b""
-        self.monitor: zmq.Socket[bytes] | None = None
+        self.events: ConnectionEvents | None = None
         self.has_choice = False  # the listener may have one of several keys
         self.disconnected = False
         candidates = self._candidates()
@@ -161,24 +201,20 @@ class LinkKey:
             self._connect(public)
 
     def watch_connection(self) -> None:
-        """From now on see when a connection ends."""
-        if self.monitor is None:
-            self.monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED)
-            self.monitor.setsockopt(zmq.LINGER, 0)
+        """From now on see when a connection ends.  Raises zmq.ZMQError when there are no descriptors."""
+        if self.events is None:
+            self.events = ConnectionEvents(self._socket, _HANDSHAKE_FAILED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED)
 
     def read_events(self) -> None:
         """See what became of connections, and try the next key that the other end may have if it has not this one."""
-        if self.monitor is None:
+        if self.events is None:
             return
         failed = False
-        with contextlib.suppress(zmq.Again):
-            while True:
-                payload, _address = self.monitor.recv_multipart(_NOBLOCK)
-                (event,) = struct.unpack_from("=H", payload)
-                if event == _DISCONNECTED:
-                    self.disconnected = True
-                else:
-                    failed = event != _HANDSHAKE_SUCCEEDED
+        for event, _ in self.events.read():
+            if event == _DISCONNECTED:
+                self.disconnected = True
+            else:
+                failed = event != _HANDSHAKE_SUCCEEDED
         candidates = self._candidates()
         if failed and candidates and candidates != (self.public,):
             at = candidates.index(self.public) + 1 if self.public in candidates else 0
@@ -187,10 +223,9 @@ class LinkKey:
 
     def close(self) -> None:
         """Before the socket is closed."""
-        if self.monitor is not None:
-            self._socket.disable_monitor()
-            self.monitor.close(linger=0)
-            self.monitor = None
+        if self.events is not None:
+            self.events.close()
+            self.events = None
 
     def _candidates(self) -> tuple[bytes, ...]:
         keys = self._keys

@@ -40,7 +40,14 @@ from penstock.wire.codec import (
     version_probe,
     version_reason,
 )
-from penstock.wire.curve_sockets import ConnectionGate, LinkKey, ListenerSecurity, SecureListener, readable
+from penstock.wire.curve_sockets import (
+    ConnectionEvents,
+    ConnectionGate,
+    LinkKey,
+    ListenerSecurity,
+    SecureListener,
+    readable,
+)
 from penstock.wire.node_keys import RELOAD_S, HostKeys, NodeKeys
 from penstock.wire.peer_rights import PeerRefusal, RefusalHandler, RefusalLog, response_refusal
 from penstock.wire.transport import YIELD_BYTES, YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
@@ -147,13 +154,13 @@ class ZmqTransport:
         return listener
 
     def connect(self, endpoint: str, *, worker: str = "") -> Link:
-        link = self._link(endpoint, worker)
+        link = self._link(endpoint, worker, is_polled=True)
         self._open.append(link)
         return link
 
     def connect_async(self, endpoint: str, *, worker: str = "") -> AsyncLink:
         loop = asyncio.get_running_loop()
-        link = _ZmqAsyncLink(self._link(endpoint, worker), loop)
+        link = _ZmqAsyncLink(self._link(endpoint, worker, is_polled=False), loop)
         self._open.append(link)
         if self._timer is None and isinstance(self._keys, NodeKeys):
             self._timer = loop.call_later(RELOAD_S, self._reload_again, loop)
@@ -206,7 +213,7 @@ class ZmqTransport:
             self._gate.socket.close(linger=0)
         self._context.term()
 
-    def _link(self, endpoint: str, worker: str) -> _ZmqLink:
+    def _link(self, endpoint: str, worker: str, *, is_polled: bool) -> _ZmqLink:
         self._check_process()
         socket = self._socket(zmq.DEALER, endpoint)
         try:
@@ -217,7 +224,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from error
-        return _ZmqLink(socket, endpoint, key, self)
+        return _ZmqLink(socket, endpoint, key, self, is_polled=is_polled)
 
     # --- for sockets of this transport -------------------------------------------------------------------------------
 
@@ -280,14 +287,11 @@ class _ConnectionLimit:
         self._connected = 0
         self._shut = False
         self._listening: socket.socket | None = None
-        self._events = zmq_socket.get_monitor_socket(_LISTENING | _ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._events.setsockopt(zmq.LINGER, 0)
+        self._events = ConnectionEvents(zmq_socket, _LISTENING | _ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     def update(self) -> None:
         """Count connections that came and went."""
-        while readable(self._events):
-            payload, _address = self._events.recv_multipart(_NOBLOCK)
-            event, descriptor = struct.unpack("=HI", payload)
+        for event, descriptor in self._events.read():
             if event == _LISTENING:
                 if self._listening is not None:
                     self._listening.close()
@@ -309,11 +313,9 @@ class _ConnectionLimit:
 
     def close(self) -> None:
         """To be called before its socket is closed."""
-        if not self._events.closed:
-            self._socket.disable_monitor()
-            self._events.close(linger=0)
-            if self._listening is not None:
-                self._listening.close()
+        self._events.close()
+        if self._listening is not None:
+            self._listening.close()
 
 
 def most_connections() -> int:
@@ -390,7 +392,10 @@ class _ZmqListener:
 
 
 class _ZmqLink:
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: LinkKey, transport: ZmqTransport) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], endpoint: str, key: LinkKey, transport: ZmqTransport, *, is_polled: bool
+    ) -> None:
+        """``is_polled``: no event loop waits for it."""
         self.socket = socket
         self.endpoint = endpoint
         self.counters = WireCounters()
@@ -399,6 +404,7 @@ class _ZmqLink:
         self._transport = transport
         self._nodes = transport.nodes
         self._proven = b""
+        self._is_polled = is_polled
         self._watched = False
 
     @property
@@ -406,7 +412,8 @@ class _ZmqLink:
         return self.socket.closed
 
     def recv(self) -> Received | None:
-        if self.key.has_choice:
+        # An event loop reads them by itself; where there is none, they must not pile up.
+        if self.key.has_choice or self._is_polled:
             self.key.read_events()
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
             try:
@@ -459,12 +466,17 @@ class _ZmqLink:
         return True
 
     def watch_connection(self) -> bool:
-        """From now on see when the connection ends.  False where this process watches enough of them."""
+        """From now on see when the connection ends.  False where this process watches enough of them, or is short of
+        descriptors."""
         if self._transport.watched_links >= WATCHED_LINKS:
+            return False
+        try:
+            self.key.watch_connection()
+        except zmq.ZMQError as error:
+            log.warning("the end of the connection to %s is noticed by silence: %s", self.endpoint, error.strerror)
             return False
         self._transport.watched_links += 1
         self._watched = True
-        self.key.watch_connection()
         return True
 
     def close(self, *, linger_ms: int = 0) -> None:
@@ -541,8 +553,8 @@ class _ZmqAsyncLink:
         self._check_readable()
 
     def _read_monitor(self) -> None:
-        if self._link.key.monitor is not None and self._monitor is None:
-            self._monitor = _number(self._link.key.monitor, zmq.FD)
+        if self._link.key.events is not None and self._monitor is None:
+            self._monitor = self._link.key.events.fileno()
             self._loop.add_reader(self._monitor, self._on_event)
             self._on_event()
 

@@ -337,6 +337,41 @@ async def test_a_worker_whose_connection_ends_is_gone_if_its_port_refuses_anothe
     await joined.close()
 
 
+async def test_a_connection_that_ends_after_a_look_at_the_port_or_during_one_is_looked_at_again() -> None:
+    """As of a worker that was quiet in a long step, and is killed after it."""
+    clock, told, looks = VirtualClock(1000.0), list[SupervisorMessage](), list[asyncio.Future[bool]]()
+
+    async def refuses(endpoint: str) -> bool:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    quiet = {A}
+    hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
+    joined = RemoteWorkers(
+        Line, told.append, hello, clock=clock, beat_s=3600.0, quiet=lambda: list(quiet), refuses=refuses
+    )
+    joined.set_members(members_at(A))
+    joined.start()
+    joined.on_report(A, report_of("d"))
+    async with asyncio.timeout(30):
+        while not looks:
+            await asyncio.sleep(0.01)
+    looks[0].set_result(False)
+    quiet.clear()
+    await asyncio.sleep(0)
+    joined.on_disconnected(A)  # the look before it has ended just now
+    await asyncio.sleep(0)
+    joined.on_disconnected(A)  # and the one because of it has not
+    await asyncio.sleep(0)
+    assert len(looks) == 3
+    assert looks[1].cancelled()
+    looks[2].set_result(True)
+    for _ in range(6):
+        await asyncio.sleep(0)
+    assert [type(message) for message in told] == [WorkerUp, WorkerDown]
+    await joined.close()
+
+
 async def test_a_port_without_a_listener_refuses_connections_and_one_that_is_full_does_not() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         port = listener.getsockname()[1]

@@ -121,7 +121,6 @@ class ConnectedGateway:
     connection: int = 0  # the latest that it made
     serial: int = 0  # the latest of its Submits; 0: it gives no work
     follows_cache: bool = False  # it has asked what is cached here, and is sent its changes
-    greeted: bool = False  # it has said Hello since it was sent a report
     reported_at: float = float("-inf")  # when it was sent one, over the connection that it has now
     counters: Mapping[str, float] = field(default_factory=dict[str, float])  # that it knows by those
     counted_at: float = float("-inf")  # when it was sent all of them
@@ -134,7 +133,7 @@ class ConnectedGateway:
 class HelloResult:
     """What a Hello brought to light."""
 
-    gateway: ConnectedGateway
+    gateway: ConnectedGateway | None  # None: it is not the one of its name, or one too many, and is not answered
     orphans: list[GatewayRequest]  # of an earlier incarnation, which no longer waits
     cut_off: list[GatewayRequest]  # asked over an earlier connection: what was said over it last may have been lost
 
@@ -161,18 +160,18 @@ class GatewayRequests:
         known = self._gateways.get(message.gateway)
         other = known is not None and known.peer != peer and not known.away
         if known is not None and other and now - known.last_seen < ALIVE_S and connected(known.peer):
-            return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), [], [])
+            return HelloResult(None, [], [])
         orphans: list[GatewayRequest] = []
         cut_off: list[GatewayRequest] = []
         said = (message.incarnation, message.connection)
         if known is not None and (known.incarnation, known.connection) > said and now - known.last_seen < ALIVE_S:
             # What waited on a connection that is closed already must not be taken for the gateway's present one.
-            return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), [], [])
+            return HelloResult(None, [], [])
         earlier = self._by_peer.get(peer)
         if earlier is not None and earlier.name != message.gateway:
             orphans = self._forget(earlier)
         if known is None and len(self._gateways) >= MAX_GATEWAYS and not self._forget_one_away():
-            return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), orphans, [])
+            return HelloResult(None, orphans, [])
         if known is None or known.incarnation != message.incarnation:
             if known is not None:
                 orphans += self._forget(known)
@@ -190,7 +189,6 @@ class GatewayRequests:
         known.last_seen = now
         known.host = message.host
         known.away = False
-        known.greeted = True
         return HelloResult(known, orphans, cut_off)
 
     def may_cancel(self, peer: bytes, request: RequestId) -> bool:

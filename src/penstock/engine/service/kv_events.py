@@ -253,8 +253,7 @@ class KvEventPublisher:
 
     def on_hello(self, gateway: ConnectedGateway, hello: Hello) -> None:
         """It will be sent a report.  A second request for a snapshot while one is being sent to it is ignored."""
-        if gateway.greeted:
-            self._greeted[gateway] = None
+        self._greeted[gateway] = None
         receives = self._snapshot is not None and gateway in self._snapshot.to
         if hello.kv_snapshot and not receives and gateway not in self._snapshot_requests:
             gateway.follows_cache = True
@@ -388,6 +387,6 @@ class KvEventPublisher:
                 kv_sequence=sequence,
             )
             self._greeted.pop(gateway, None)
-            gateway.greeted, gateway.reported_at, gateway.counters = False, now, report.counters
+            gateway.reported_at, gateway.counters = now, report.counters
             if not self._listener.send(gateway.peer, own):
                 gateway.counted_at = -inf

@@ -469,13 +469,15 @@ class WorkerService:
             self._cancel(ask.request, ask.epoch, now)
         for ask in greeted.cut_off:
             self._return(ask.request, ask.epoch, ReturnReason.CONNECTION_LOST)
-        unsent = greeted.gateway.unsent
-        while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
-            del unsent[0]
-        self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
+        gateway = greeted.gateway
+        if gateway is None:
+            return
+        while gateway.unsent and self._listener.send(peer, gateway.unsent[0]):
+            del gateway.unsent[0]
+        self._awaited += [(gateway, awaited) for awaited in message.awaited]
         if message.kv_snapshot:
             self.exchange.send_all(peer, now)
-        self.publisher.on_hello(greeted.gateway, message)
+        self.publisher.on_hello(gateway, message)
 
     def _is_connected(self, peer: bytes) -> bool:
         """Whether this connection still exists.  The message sent to find out has no content."""
