@@ -77,8 +77,11 @@ class ResumedStreams:
 
 
 def usable_tokens(tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
-    """The saved tokens that do not end the response: its last token is computed, with the reason for its end."""
+    """The saved tokens that do not end the response: its last token is computed, with the reason for its end.
+
+    Where a grammar leaves nothing else, a response ends before it has ``min_tokens``.
+    """
     for at, token in enumerate(tokens[: sampling.max_tokens - 1]):
-        if token in sampling.stop_token_ids and at + 1 >= sampling.min_tokens:
+        if token in sampling.stop_token_ids:
             return tokens[:at]
     return tokens[: sampling.max_tokens - 1]

@@ -8,10 +8,11 @@ given).
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -212,13 +213,13 @@ def _edited(folder: Path) -> Iterator[_Edit]:
     """The registry of an operator's folder, and then its copies in the folders of nodes that are there."""
     if not (folder / EVENTS_FILE).exists():
         raise ConfigError(f"{folder} is no operator's folder: `penstock host-keys init {folder}` makes one")
-    with edit_registry(folder) as held:
+    with _written_secrets(folder) as write_secret, edit_registry(folder) as held:
         edit = _Edit(held[0])
         yield edit
         check_registry(edit.file, str(folder / REGISTRY_FILE))
         # Secrets first: of a key in the registry without one, the rotation could only be finished to lock its node out.
         for name, secret in edit.secrets.items():
-            _write_secret(folder, name, secret)
+            write_secret(name, secret)
         held[0] = edit.file
     with locked_folder(folder, "the nodes"):
         file = load_registry(folder / REGISTRY_FILE)
@@ -237,12 +238,32 @@ def _share_events(folder: Path, node: NodeEntry) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_secret(folder: Path, name: str, secret: bytes) -> None:
-    try:
-        (folder / name).mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {folder / name}: {error.strerror}") from error
-    replace_file(folder / name / SECRET_FILE, secret + b"\n")
+@contextmanager
+def _written_secrets(folder: Path) -> Iterator[Callable[[str, bytes], None]]:
+    """Writes secrets of nodes.  The earlier ones, which are those of the registry, are back if what follows fails."""
+    with ExitStack() as undo:
+        earlier: list[Path] = []
+
+        def write(name: str, secret: bytes) -> None:
+            path = folder / name / SECRET_FILE
+            kept = path.with_name(f".{SECRET_FILE}-before")
+            try:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                kept.unlink(missing_ok=True)
+                if path.is_file():
+                    os.link(path, kept)  # a second name, which takes no space on a full disk
+                    earlier.append(kept)
+                    undo.callback(os.replace, kept, path)
+                elif not path.exists():
+                    undo.callback(path.unlink, missing_ok=True)
+            except OSError as error:
+                raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+            replace_file(path, secret + b"\n")
+
+        yield write
+        undo.pop_all()
+        for kept in earlier:
+            kept.unlink()
 
 
 def _accepted(file: RegistryFile, name: str, folder: Path) -> NodeEntry:

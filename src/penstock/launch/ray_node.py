@@ -382,17 +382,21 @@ def started_node(order: NodeOrder, folder: Path) -> StartedNode:
     config = load_node(fleet, node, str(file))
     place = file.with_suffix(".lease")
     lease = LeaseHolder(place)
-    write_privately(file, order.text)  # with the lease: it may be what another node's gateways follow
-    command = sidecar.python_command("penstock", "node", str(file), "--name", node.name, "--lease", str(place))
-    process = NodeProcess(
-        command,
-        child_environ(os.environ),
-        file.with_suffix(".log"),
-        config.supervise,
-        lease=lease,
-        digest=order.digest,
-    )
-    process.start()
+    try:
+        write_privately(file, order.text)  # with the lease: it may be what another node's gateways follow
+        command = sidecar.python_command("penstock", "node", str(file), "--name", node.name, "--lease", str(place))
+        process = NodeProcess(
+            command,
+            child_environ(os.environ),
+            file.with_suffix(".log"),
+            config.supervise,
+            lease=lease,
+            digest=order.digest,
+        )
+        process.start()
+    except BaseException:
+        lease.close()  # a node of an earlier actor would otherwise go on without one
+        raise
     return StartedNode(process, node_members(fleet, node), node_gateways(node, config.port))
 
 

@@ -107,23 +107,22 @@ class RedisRates:
             return None
         words: list[int | float] = [int(force)]
         for charge, part in zip(charges, filled, strict=True):
-            words += [charge.size, charge.amount, part, int(self._is_first_since_return(tenant, charge.unit))]
+            words += [charge.size, charge.amount, part, int(self._may_be_too_full(tenant, charge.unit))]
         name = blake2b(tenant.encode(), digest_size=16, key=self._key).hexdigest()
         keys = [f"penstock:rate:1:{{{name}}}:{charge.unit}" for charge in charges]
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._script(keys=keys, args=words)
+            if self._charged is not None:
+                self._charged.update((tenant, charge.unit) for charge in charges)
             return [BucketLevel(float(left)) for left in answer]
         except self._failures as error:
             self._on_failure(error)
             return None
 
-    def _is_first_since_return(self, tenant: str, unit: str) -> bool:
-        """What hosts admitted while Redis was away is not counted there, so each of its buckets may be too full."""
-        if self._charged is None or (tenant, unit) in self._charged:
-            return False
-        self._charged.add((tenant, unit))
-        return True
+    def _may_be_too_full(self, tenant: str, unit: str) -> bool:
+        """What hosts admitted while Redis was away is not counted there, until the bucket is charged again."""
+        return self._charged is not None and (tenant, unit) not in self._charged
 
     def charge_later(self, tenant: str, charge: BucketCharge, filled: float) -> None:
         if self.is_up and len(self._pending) < MAX_PENDING:

@@ -129,7 +129,7 @@ def timed_out(limit_s: float, *, started: bool, waiting: bool, bounded: bool = F
 def implied_finish(sampling: SamplingParams, emitted: Sequence[int]) -> FinishReason | None:
     """The finish reason that follows from the delivered tokens alone, or None."""
     count = len(emitted)
-    if count and count >= sampling.min_tokens and emitted[-1] in sampling.stop_token_ids:
+    if count and emitted[-1] in sampling.stop_token_ids:  # before ``min_tokens``, where a grammar leaves nothing else
         return FinishReason.STOP
     return FinishReason.LENGTH if count >= sampling.max_tokens else None
 

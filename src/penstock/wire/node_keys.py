@@ -130,6 +130,8 @@ class NodeKeys:
             secret = read_secret(self._folder / SECRET_FILE)
             registry, public = NodeRegistry(file), _public_of(secret, self._folder)
             holder = registry.holder(public)
+            if holder is None and secret != self.secret:
+                raise ConfigError(f"the new key in {self._folder / SECRET_FILE} is not in {REGISTRY_FILE} there")
             if holder is not None and holder.name != self.node:
                 raise ConfigError(f"{self._folder} holds the keys of the node {holder.name!r}, not {self.node!r}")
         except ConfigError as error:

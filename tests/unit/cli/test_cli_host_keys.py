@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
+from penstock.config import node_registry
 from penstock.config.node_registry import NodeRight, load_registry
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
@@ -137,3 +138,23 @@ def test_a_key_whose_secret_cannot_be_written_is_in_no_registry(folder: Path) ->
     secret.rmdir()
     assert run("rotate", folder, "b") == 0
     assert NodeKeys.load(folder / "b").node == "b"
+
+
+def test_a_registry_that_cannot_be_written_leaves_secrets_as_they_were(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path, file: object) -> None:
+        raise ConfigError("cannot write nodes.json: No space left on device")
+
+    keys = NodeKeys.load(folder / "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(node_registry, "write_registry", full)
+        assert run("rotate", folder, "b") == 2
+        assert run("add", folder, "c") == 2
+    assert "No space left" in capsys.readouterr().err
+    assert NodeKeys.load(folder / "b").secret == keys.secret
+    assert {path.name for path in (folder / "b").iterdir()} == {"nodes.json", "node.secret", "events.secret"}
+    assert not (folder / "c" / "node.secret").exists()
+    assert run("rotate", folder, "b") == 0
+    assert run("add", folder, "c") == 0
+    assert {path.name for path in (folder / "b").iterdir()} == {"nodes.json", "node.secret", "events.secret"}

@@ -41,4 +41,7 @@ async def test_a_node_that_has_not_answered_the_next_child_keeps_its_members(mon
     members = RayMembers("f", MembershipConfig())
     assert await follow(members, RayAnswer(members=(member("a"), member("b")))) == [["a-both-0", "b-both-0"]]
     assert await follow(members, RayAnswer(members=(member("a"),), silent=("b",))) == []
+    moved = msgspec.structs.replace(member("c"), endpoint=member("b").endpoint)
+    answer = RayAnswer(members=(member("a"), moved), silent=("b",))
+    assert await follow(members, answer) == [["a-both-0", "c-both-0"]], "another node has the place of b"
     assert await follow(members, RayAnswer(members=(member("a"),))) == [["a-both-0"]]

@@ -221,6 +221,17 @@ def test_a_node_whose_file_another_actor_has_leaves_it_as_it_is(
     other.close()
 
 
+def test_a_node_whose_file_cannot_be_written_leaves_no_lease_behind(tmp_path: Path) -> None:
+    """The node of an actor before this one must not go on without an actor."""
+    node = 'name = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    order = NodeOrder(fleet="f", node="a", text=f'name = "f"\nkeys = "/keys"\n[[nodes]]\n{node}', digest="d")
+    file = fleet_file_of(order, tmp_path)
+    file.mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        started_node(order, tmp_path)
+    LeaseHolder(file.with_suffix(".lease")).close()
+
+
 def test_a_change_of_state_is_waited_for(tmp_path: Path) -> None:
     with child(tmp_path) as process:
         process.wait_for_change("starting", 30.0)

@@ -354,7 +354,7 @@ async def test_a_connection_that_ends_after_a_look_at_the_port_or_during_one_is_
     joined.start()
     joined.on_report(A, report_of("d"))
     async with asyncio.timeout(30):
-        while not looks:
+        while not looks:  # noqa: ASYNC110 - a look of another task
             await asyncio.sleep(0.01)
     looks[0].set_result(False)
     quiet.clear()

@@ -248,18 +248,13 @@ def test_another_model_may_take_it_as_long_as_nothing_was_delivered():
         ({"max_tokens": 2}, (1, 2), "length"),
         ({"stop_token_ids": (2,)}, (1, 2), "stop"),
         ({"stop_token_ids": (2,), "min_tokens": 2}, (1, 2), "stop"),
+        ({"stop_token_ids": (2,), "min_tokens": 3}, (1, 2), "stop"),  # drawn where a grammar leaves nothing else
     ],
 )
 def test_an_answer_that_is_complete_is_never_submitted_again(sampling, tokens, finish):
     flight = flying(WHOLE, request(**sampling))
     flight.on_tokens(item(0, *tokens), B0, 1, 1.0)  # and the word of the end is lost
     assert said(flight.on_worker_lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", f"deliver {finish}"]
-
-
-def test_a_stop_token_below_min_tokens_is_none():
-    flight = flying(WHOLE, request(stop_token_ids=(2,), min_tokens=3))
-    flight.on_tokens(item(0, 1, 2), B0, 1, 1.0)
-    assert said(flight.on_worker_lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", "wait 2"]
 
 
 def test_attempts_without_a_new_token_are_limited_and_slow_down():

@@ -80,6 +80,7 @@ def test_changed_files_are_noticed_and_said(folder: NodeFolder) -> None:
         ("nodes.json", b"x" * ((4 << 20) + 1)),
         ("node.secret", b"short"),
         ("node.secret", None),  # that of another node
+        ("node.secret", b"D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"),  # of a rotation whose registry has not come yet
         ("nodes.json", b""),
     ],
 )

@@ -106,7 +106,12 @@ class RayMembers:
             answer = msgspec.json.decode(line, type=RayAnswer)
             self._problem.note(answer.problem)
             if answer.problem is None:
-                kept = [one for one in self._members or () if one.labels.get("node") in answer.silent]
+                taken = {one.endpoint for one in answer.members}
+                kept = [
+                    one
+                    for one in self._members or ()
+                    if one.labels.get("node") in answer.silent and one.endpoint not in taken
+                ]
                 members = self._checked((*answer.members, *kept))
                 if members != self._members:
                     self._members = members
