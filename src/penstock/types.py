@@ -368,7 +368,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int = 0  # prompt tokens found in a prefix cache, on the first batch
     pooled: bytes | None = None  # the vector or scores of a text that was only read: fp32, little-endian
     stored: bool = False  # replayed from a stored response, not computed
-    replayed: bool = False  # computed for another gateway of this very request, and saved (``ResumeKey``)
+    resumed: bool = False  # computed for another gateway of this very request, and saved (``ResumeKey``)
 
 
 _KERNEL_VERSION = re.compile(r"-\d+(?=-)")

@@ -287,9 +287,11 @@ class KeyClaim:
         claim = cls(homes, keyed, resume_keys)
         homes.send(msgspec.structs.replace(claim._message, running=True), claim._on_state)
         try:
+            claim._search_if_useful()
             while not claim._is_settled():
                 claim._news.clear()
                 await claim._news.wait()
+                claim._search_if_useful()
         except asyncio.CancelledError:
             claim.end(withdrawn=True)
             raise
@@ -299,15 +301,19 @@ class KeyClaim:
             raise _key_reused()
         return claim
 
-    def _is_settled(self) -> bool:
-        """Whether nothing more has to be known; begins the search for saved tokens once it may find some."""
+    def _search_if_useful(self) -> None:
+        """Begin the search for saved tokens once it may find some."""
         if self._resume_keys and not self._searching and (self._resumed or self.is_shared):
             self._searching = True
             names = [resume.name for resume in self._resume_keys.values()]
             self.homes.find_saved(self._message.key, names, self._on_found)
+
+    def _is_settled(self) -> bool:
+        """Whether nothing more has to be known."""
         if self._has_found():
             return True
-        return (self._answered or self.homes.is_alone) and self._searching == self._searched
+        is_searching = self._searching and not self._searched
+        return (self._answered or self.homes.is_alone) and not is_searching
 
     def _on_state(self, state: IdempotencyKeyState | None) -> None:
         self._answered = True

@@ -56,7 +56,7 @@ class ResumedStreams:
         begin = len(request.begun.tokens)
         self._count(len(known) - begin)
         for start in range(begin, len(known), REPLAY_BATCH_TOKENS):
-            yield TokenBatch(tokens=known[start : start + REPLAY_BATCH_TOKENS], replayed=True)
+            yield TokenBatch(tokens=known[start : start + REPLAY_BATCH_TOKENS], resumed=True)
             await asyncio.sleep(0)
         rest = msgspec.structs.replace(
             request,

@@ -177,7 +177,7 @@ class ResponseStream:
     def _parts(self, index: int, came: TokenBatch) -> Sequence[TokenBatch]:
         choice = self._choices[index]
         if not choice.served:
-            choice.served = computed = self.resume.computed and not (came.stored or came.replayed)
+            choice.served = computed = self.resume.computed and not (came.stored or came.resumed)
             self._visit.on_token(index, computed=computed)
         choice.cached += came.cached_tokens
         known = self.resume.resume_point.positions.get(index)
@@ -325,7 +325,7 @@ def _split_batch(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
         logprobs=None if logprobs is None else logprobs[at:],
         finish=batch.finish,
         stored=batch.stored,
-        replayed=batch.replayed,
+        resumed=batch.resumed,
     )
     return before, behind
 
