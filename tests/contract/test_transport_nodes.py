@@ -6,6 +6,8 @@ The listener is the node ``w``'s; ``g`` has gateways, ``o`` gateways of an opera
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +18,7 @@ from transport_place import PATIENCE_S, Place, note
 
 from node_folder import NodeFolder
 from penstock.types import Duty, ModelIdentity, RequestId, WorkerId
-from penstock.wire import node_keys
+from penstock.wire import curve_sockets, node_keys
 from penstock.wire.codec import PeerMessage
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import AssignRole, Hello, Tokens
@@ -250,6 +252,28 @@ def test_a_node_takes_another_key_while_it_runs(folder: NodeFolder, tmp_path: Pa
             ends.link(NodeKeys.load(old)).send(MESSAGES["hello"])
             ends.until(lambda: ends.listener.recv() is None and ends.refusals, link)
             assert ends.refusals[0] == PeerRefusal("unknown_key", address="127.0.0.1")
+
+
+def test_a_listener_that_cannot_take_another_key_at_once_takes_it_later(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_descriptor(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with running(folder) as ends:
+        link, first = ends.link(folder.keys("g")), ends.keys.public
+        ends.hears(link, MESSAGES["hello"])
+        folder.run("rotate", "w")
+        folder.deliver_registry()
+        with monkeypatch.context() as patch:
+            patch.setattr(curve_sockets.os, "dup", no_descriptor)
+            folder.deliver_secret("w")
+            ends.until(lambda: [ends.listener.recv()] and ends.keys.public != first, link)
+            ends.hears(link, MESSAGES["hello"])
+        folder.run("rotate", "w", "--finish")
+        folder.deliver_registry()
+        ends.hears(ends.link(folder.keys("g")), MESSAGES["hello"])
+        assert "Too many open files" in caplog.text
 
 
 def test_keys_that_all_hosts_share_and_keys_of_nodes_do_not_mix(folder: NodeFolder) -> None:

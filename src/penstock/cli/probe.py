@@ -45,6 +45,9 @@ MAX_STATE_BYTES = 4096
 AGAIN_S = 0.2
 """Between two questions: a worker that was restarted is there again in milliseconds."""
 
+LOOK_S = 0.01
+"""Between two looks at the connection: with each, another key is tried that the worker may have."""
+
 PROGRESS = ("steps", "pages_sent", "pages_received", "image_slices", "stored_tokens")
 """Counters that grow while a worker gets on with what it has."""
 
@@ -164,13 +167,18 @@ def request_report(endpoint: str, keys: HostKeys, timeout_s: float) -> WorkerRep
     """The report of the worker at ``endpoint``, or why there is none.  Raises ConfigError for what is no endpoint."""
     transport = ZmqTransport(keys)
     try:
+        if isinstance(keys, NodeKeys):
+            transport.on_proven(endpoint, keys.public)  # the first key that is tried: most ask their own workers
         link = transport.connect(endpoint)
         owner = f"{keys.node}-" if isinstance(keys, NodeKeys) else ""
         hello = Hello(gateway=f"{owner}probe-{secrets.token_hex(8)}", incarnation=1, discovery=True)
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            link.send(hello)  # again: the key of another node's worker is found by trying, and what was sent is lost
-            transport.wait(min(left, AGAIN_S), [link])
+        now = time.monotonic()
+        deadline, ask_at = now + timeout_s, now
+        while (now := time.monotonic()) < deadline:
+            if now >= ask_at:  # again: what was sent is lost with each key that is tried
+                link.send(hello)
+                ask_at = now + AGAIN_S
+            transport.wait(min(deadline - now, LOOK_S), [link])
             received = link.recv()
             if received is not None and isinstance(received.message, WorkerReport):
                 return received.message

@@ -98,32 +98,39 @@ class SecureListener:
         zmq_socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         zmq_socket.setsockopt(zmq.CURVE_SERVER, 1)
         try:
-            self._bind()
-        except zmq.ZMQError:
+            self._bind(self._another_descriptor())
+        except (zmq.ZMQError, ConfigError):
             self.close()
             raise
 
     def update(self) -> None:
-        """Bind anew if the own key has changed."""
+        """Bind anew if the own key has changed.  Raises zmq.ZMQError or ConfigError; the next update tries again."""
         if isinstance(self._keys, NodeKeys) and self._keys.public != self._used and self._listening is not None:
+            descriptor = self._another_descriptor()
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
-            self._bind()
+            self._bind(descriptor)
 
     def close(self) -> None:
         """The port is free once the ZeroMQ socket is closed, too."""
         if self._listening is not None:
             self._listening.close()
 
-    def _bind(self) -> None:
+    def _another_descriptor(self) -> int | None:
+        """The library closes what it is given; with our own descriptor the port is never free in between."""
+        try:
+            return None if self._listening is None else os.dup(self._listening.fileno())
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {self._endpoint}: {error.strerror}") from error
+
+    def _bind(self, descriptor: int | None) -> None:
         public, secret = _own_pair(self._keys, listens=True)
-        self._used = public
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        if self._listening is not None:
-            # The library closes what it is given; with our own descriptor the port is never free in between.
-            self._socket.setsockopt(zmq.USE_FD, os.dup(self._listening.fileno()))
+        if descriptor is not None:
+            self._socket.setsockopt(zmq.USE_FD, descriptor)
         self._socket.bind(self._endpoint)
+        self._used = public
 
 
 class ConnectionEvents:

@@ -39,16 +39,22 @@ SECRET_FILE, EVENTS_FILE = "node.secret", "events.secret"
 RELOAD_S = 1.0
 """Between two looks at the files."""
 
+FileStamps: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Time of change, size and inode of each file."""
+
 log = logging.getLogger("penstock.wire")
 
 
 class NodeKeys:
     """One node's identity.  Each process has a copy, which it reloads by itself.  Never shows its secret."""
 
-    def __init__(self, folder: Path, secret: bytes, registry: NodeRegistry) -> None:
-        """Raises ConfigError if the secret is no node's, or a revoked one's."""
+    def __init__(self, folder: Path, secret: bytes, registry: NodeRegistry, stamp: FileStamps) -> None:
+        """``stamp``: of the folder, from before the files were read: what changes meanwhile is read again.
+
+        Raises ConfigError if the secret is no node's, or a revoked one's.
+        """
         self._folder = folder
-        self._stamp = _stamp(folder)
+        self._stamp = stamp
         self._next_look = 0.0
         self._problem = ""
         self.registry = registry
@@ -71,6 +77,7 @@ class NodeKeys:
     @classmethod
     def load(cls, folder: Path) -> NodeKeys:
         """Read a node's folder.  Raises ConfigError."""
+        stamp = _stamp(folder)
         registry = NodeRegistry(load_registry(folder / REGISTRY_FILE))
         if not os.path.exists(folder / SECRET_FILE):
             names = ", ".join(node.name for node in registry.file.nodes) or "none yet"
@@ -78,7 +85,7 @@ class NodeKeys:
                 f"{folder} has no {SECRET_FILE}: it is the operator's folder; --keys takes a node's, such as "
                 f"{folder}/NAME (nodes: {names})"
             )
-        return cls(folder, read_secret(folder / SECRET_FILE), registry)
+        return cls(folder, read_secret(folder / SECRET_FILE), registry, stamp)
 
     @property
     def event_secret(self) -> bytes:
@@ -197,7 +204,7 @@ def _public_of(secret: bytes, folder: Path) -> bytes:
     return public
 
 
-def _stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
+def _stamp(folder: Path) -> FileStamps:
     """Changes when one of the files does."""
     stamps = []
     for name in (REGISTRY_FILE, SECRET_FILE):

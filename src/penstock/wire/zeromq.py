@@ -122,6 +122,7 @@ class ZmqTransport:
         self._gate: ConnectionGate | None = None
         self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []  # and some that are closed
         self.watched_links = 0  # whose end is noticed at once
+        self._keys_again_at = math.inf  # when keys are applied that could not be
         self._most_open = MIN_OPEN  # with more of them, those that are closed are removed
         self.reload_keys()  # those inherited over fork are as old as the parent
 
@@ -168,7 +169,8 @@ class ZmqTransport:
 
     def reload_keys(self) -> None:
         """Read keys again if their files have changed, and apply them to all sockets."""
-        if isinstance(self._keys, NodeKeys) and self._keys.reload():
+        if isinstance(self._keys, NodeKeys) and (self._keys.reload() or time.monotonic() >= self._keys_again_at):
+            self._keys_again_at = math.inf
             for source in self._open:
                 if not source.closed:
                     source.on_keys_changed()
@@ -232,6 +234,10 @@ class ZmqTransport:
     def nodes(self) -> NodeKeys | None:
         """The keys of nodes; None: all processes share theirs, and are equal."""
         return self._keys if isinstance(self._keys, NodeKeys) else None
+
+    def apply_keys_again(self) -> None:
+        """A socket could not take other keys, as for want of descriptors: after a while it is tried again."""
+        self._keys_again_at = time.monotonic() + RELOAD_S
 
     def on_refused(self, refusal: PeerRefusal) -> None:
         """Log what is refused."""
@@ -367,8 +373,9 @@ class _ZmqListener:
         """Take the own key that is used now."""
         try:
             self._security.secure.update()
-        except zmq.ZMQError as error:
-            log.error("cannot listen at %s with another key: %s", self.endpoint, error.strerror)
+        except (zmq.ZMQError, ConfigError) as error:
+            log.error("cannot listen at %s with another key: %s", self.endpoint, error)
+            self._transport.apply_keys_again()
 
     def _refuse_version(self, peer: bytes, header: bytes) -> None:
         """Answer with our version; say once for each other version that it was refused."""
@@ -446,6 +453,7 @@ class _ZmqLink:
             self.key.update()
         except zmq.ZMQError as error:
             log.error("cannot connect to %s with another key: %s", self.endpoint, error.strerror)
+            self._transport.apply_keys_again()
 
     def readable(self) -> bool:
         """Whether a message is here.  Also re-arms the descriptor, which signals edges only."""

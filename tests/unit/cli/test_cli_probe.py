@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from node_folder import NodeFolder
 from penstock.cli.main import main
-from penstock.cli.probe import ProgressMark, judge_progress
+from penstock.cli.probe import ProgressMark, judge_progress, request_report
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import WorkerReport
+from penstock.wire.node_keys import NodeKeys
+from penstock.wire.zeromq import ZmqTransport
 
 STILL_S = 120.0
 
@@ -88,3 +94,31 @@ def test_what_does_not_answer_is_named(
     assert main(["probe", *(word.replace("KEYS", str(tmp_path / "keys")) for word in words)]) == code
     said = capsys.readouterr()
     assert says in said.out + said.err
+
+
+def _answer(keys: NodeKeys, endpoints: queue.Queue[str], ended: threading.Event) -> None:
+    """A worker that only says how it is."""
+    with closing(ZmqTransport(keys)) as transport:
+        listener = transport.listen("tcp://127.0.0.1:0")
+        endpoints.put(listener.endpoint)
+        while not ended.is_set():
+            transport.wait(0.01, [listener])
+            while (received := listener.recv()) is not None:
+                listener.send(received.peer, report(worker=WorkerId(f"{keys.node}-decode-0")))
+
+
+@pytest.mark.parametrize("asking", ["n13", "g"])
+def test_a_worker_is_found_whichever_of_many_keys_it_has(tmp_path: Path, asking: str) -> None:
+    """Its own node begins with the right one."""
+    folder = NodeFolder(tmp_path, g="gateway", **{f"n{number:02}": "worker" for number in range(14)})
+    folder.deliver_registry()
+    endpoints, ended = queue.Queue[str](), threading.Event()
+    worker = threading.Thread(target=_answer, args=(folder.keys("n13"), endpoints, ended))
+    worker.start()
+    try:
+        found = request_report(endpoints.get(timeout=10), folder.keys(asking), 2.5)
+    finally:
+        ended.set()
+        worker.join()
+    assert isinstance(found, WorkerReport), found
+    assert found.worker == "n13-decode-0"

@@ -14,6 +14,7 @@ from penstock.config.node_registry import NodeChanges, NodeRegistry, RegistryFil
 from penstock.engine.service.gateway_exchange import SharedMessage
 from penstock.errors import ConfigError
 from penstock.wire import node_keys
+from penstock.wire.curve_keys import read_secret
 from penstock.wire.node_keys import NodeKeys, load_host_keys
 from penstock.wire.peer_rights import NO_RIGHT, PeerRefusal, request_refusal
 
@@ -102,6 +103,24 @@ def test_what_cannot_be_read_changes_nothing_and_is_said_once(
     folder.deliver_registry()
     assert keys.reload()
     assert not keys.accepts_worker("b-0")
+
+
+def test_a_revocation_that_comes_while_keys_are_loaded_is_noticed(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = folder.keys("b").public
+
+    def read_meanwhile(path: Path) -> bytes:
+        folder.run("revoke", "b")
+        folder.deliver_registry()
+        return read_secret(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_keys, "read_secret", read_meanwhile)
+        keys = folder.keys("a")
+    assert keys.sender(stranger) is not None
+    assert keys.reload()
+    assert keys.sender(stranger) is None
 
 
 def test_a_registry_that_others_can_write_is_refused(folder: NodeFolder) -> None:
