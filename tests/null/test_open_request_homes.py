@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from penstock.engine.service.open_requests import COUNT_VALID_S
 from penstock.router.home_calls import ANSWER_S
+from penstock.router.open_requests import REFRESHED_PER_TICK
+from penstock.wire.gateway_messages import KEY_DIGEST_BYTES
 
 from .router_town import Town
 from .test_rate_shares import Host, close, serve
@@ -53,6 +57,22 @@ async def test_all_hosts_together_have_as_many_as_the_limit_says() -> None:
         await serve(town, 0.2, hosts)
         assert await acquired(town, hosts, hosts[(busy + 1) % 3], 5)
         assert not await acquired(town, hosts, hosts[busy], 5)
+        await close(hosts)
+
+
+async def test_homes_of_many_keys_are_told_a_part_of_them_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, asked = 1000, list[int]()
+    async with Town("both-0", "both-1") as town:
+        hosts = [Host(town, number, ("both-0", "both-1")) for number in range(2)]
+        await serve(town, 3.0, hosts)
+        counts = hosts[0].router.fleet_counts
+        counts._open = {number.to_bytes(KEY_DIGEST_BYTES): 1 for number in range(keys)}
+        groups = counts._homes.groups
+        monkeypatch.setattr(counts._homes, "groups", lambda names: asked.append(len(names)) or groups(names))
+        await serve(town, 3.0, hosts)
+        assert max(asked) <= REFRESHED_PER_TICK
+        assert sum(asked) > keys, "and again"
+        counts._open.clear()
         await close(hosts)
 
 

@@ -22,6 +22,12 @@ POISON_AT = 3
 """The answer's token at which a worker dies of it."""
 
 
+def up(town: Town, worker: str) -> WorkerUp:
+    """A gateway's supervisor says that this worker is there."""
+    known = town.worker(worker)
+    return WorkerUp(worker=known.name, incarnation=known.incarnation, role=Role.BOTH, pid=1, endpoint=known.endpoint)
+
+
 class Sick(Town):
     """A town where a worker dies of its own when it has written so much of a poisonous answer."""
 
@@ -42,10 +48,7 @@ class Sick(Town):
             clock=self.clock,
             suspect=self.suspects.append,
         )
-        known = self.worker(worker)
-        router.on_supervisor(
-            WorkerUp(worker=known.name, incarnation=known.incarnation, role=Role.BOTH, pid=1, endpoint=known.endpoint)
-        )
+        router.on_supervisor(up(self, worker))
         self.others.append(router)
         return router
 
@@ -121,6 +124,20 @@ async def test_every_gateway_refuses_it_also_one_that_comes_later() -> None:
         forgiven = town.serve_by(early, as_new(town.poison[0].request, town, seed=9))
         await town.finish(forgiven)
         forgiven.assert_true_answer()
+
+
+async def test_every_gateway_hears_of_it_though_the_only_worker_has_just_ended() -> None:
+    async with Sick("both-0") as town:
+        town.poison = (town.ask("bad", max_tokens=30),)
+        early = town.add_gateway("early", "both-0")
+        await town.until(lambda: town.poison[0].over)
+        early.on_supervisor(up(town, "both-0"))
+        await town.until(early.ready, seconds=0.1)
+        await town.wait(3.0)
+        again = town.serve_by(early, as_new(town.poison[0].request, town, seed=8))
+        await town.finish(again)
+        assert isinstance(again.error, PoisonRequest)
+        assert town.deaths == 2
 
 
 def as_new(request: ValidRequest, town: Town, *, prompt: tuple[int, ...] = (), seed: int = 7) -> ValidRequest:

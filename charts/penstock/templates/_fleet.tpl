@@ -2,7 +2,7 @@
 The fleet as JSON: name, gateways (a workload), workers (workloads), noPathS, ownKeys.  A workload is equal pods:
 
     name, component, worker, count, mesh, ranks, machines, config (the text of its settings), secrets, written (folders),
-    cpu, memory, gpus, graceS, scaled
+    cpu, memory, gpus, graceS, scaled, least
 
 Workers are of one workload if role, group, number of machines and settings are equal.  Fails for what a pod cannot have.
 */}}
@@ -256,6 +256,8 @@ is on if its group names them, or 0.
 {{- $_ := set $found "memory" $memory -}}
 {{- $_ := set $found "gpus" ($wanted.gpus | default 0 | toString | int) -}}
 {{- $_ := set $found "graceS" $graceS -}}
-{{- $_ := set $found "scaled" (hasKey ($options.autoscale | default dict) .component) -}}
+{{- $scale := get ($options.autoscale | default dict) .component -}}
+{{- $_ := set $found "scaled" (not (empty $scale)) -}}
+{{- $_ := set $found "least" (ternary (dig "min" 1 ($scale | default dict)) .count (not (empty $scale))) -}}
 {{- toJson $found -}}
 {{- end }}

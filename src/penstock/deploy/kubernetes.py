@@ -112,7 +112,7 @@ def _services(pods: PodFactory, gateways: Workload) -> Iterator[Document]:
 
 def _deployment(pods: PodFactory, workload: Workload) -> Document:
     """A single pod is replaced after the new one is there, so that its requests have a worker to move to."""
-    single = workload.count == 1 or workload.group is None
+    single = _least(pods, workload) == 1 or workload.group is None
     update: Document = {"maxSurge": 1, "maxUnavailable": 0} if single else {"maxSurge": 0, "maxUnavailable": 1}
     spec: Document = {
         "replicas": workload.count,
@@ -137,7 +137,7 @@ def _leader_worker_set(pods: PodFactory, workload: Workload) -> Document:
         "startupPolicy": "LeaderCreated",
         "rolloutStrategy": {
             "type": "RollingUpdate",
-            "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 1 if workload.count == 1 else 0},
+            "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 1 if _least(pods, workload) == 1 else 0},
         },
         "leaderWorkerTemplate": {
             "size": workload.hosts,
@@ -163,6 +163,12 @@ def _disruption_budget(pods: PodFactory, workload: Workload) -> Document:
 
 def _is_scaled(pods: PodFactory, workload: Workload) -> bool:
     return workload.component in pods.options.autoscale
+
+
+def _least(pods: PodFactory, workload: Workload) -> int:
+    """How many there may be at a time when nothing is wrong."""
+    scaled = pods.options.autoscale
+    return next((wanted.min for kind, wanted in scaled.items() if kind == workload.component), workload.count)
 
 
 def _check_scaling(fleet: FleetWorkloads, options: KubernetesOptions) -> None:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Between two attempts to reach a Redis that is away."""
 
-MAX_CONNECTIONS = 64
-"""To Redis, of one gateway; what needs more is charged to the shares."""
+MAX_CONNECTIONS = 16
+"""To Redis, of one gateway; what needs more waits for one, for milliseconds."""
 
 MAX_PENDING = 1024
 """Completions whose charge is under way; more are charged to the shares only."""
@@ -81,13 +81,15 @@ class RedisRates:
         from redis.backoff import NoBackoff
 
         self._failures: tuple[type[Exception], ...] = (redis.RedisError, OSError, TimeoutError, ValueError, TypeError)
-        self._client: Any = redis.asyncio.Redis.from_url(
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
+            timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
+        self._client: Any = redis.asyncio.Redis.from_pool(pool)
         self._script: Any = self._client.register_script(_SCRIPT)
         self._key = blake2b(key, digest_size=32).digest()
         self._timeout_s = timeout_s

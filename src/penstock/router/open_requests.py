@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from math import ceil
 
 from penstock.clock import Clock
 from penstock.router.home_calls import HomeCalls, WorkerHomes
+from penstock.router.turns import TICK_S
 from penstock.types import WorkerId
 from penstock.wire.gateway_messages import (
     KEY_DIGEST_BYTES,
@@ -28,6 +30,9 @@ from penstock.wire.gateway_messages import (
 
 REFRESH_S = 1.0
 """Between two messages to the home of a key with open requests."""
+
+REFRESHED_PER_TICK = 64
+"""Keys, at least, whose homes are looked for in one turn of the event loop: some milliseconds."""
 
 
 class OpenRequestHomes:
@@ -42,6 +47,8 @@ class OpenRequestHomes:
         self._secret = blake2b(secret, digest_size=32, person=b"penstock open").digest()
         self._open: dict[bytes, int] = {}  # here, also those that wait for an answer
         self._refreshed_at = float("-inf")
+        self._due: list[bytes] = []  # to be told to their homes
+        self._per_tick = REFRESHED_PER_TICK
 
     async def acquire(self, key: str, limit: int) -> bool:
         """Counts a request; False, without counting it, if ``limit`` are open at all hosts together."""
@@ -77,13 +84,15 @@ class OpenRequestHomes:
     def tick(self, now: float) -> None:
         """Give up what is overdue; refresh the counts at homes."""
         self._calls.tick(now)
-        if now - self._refreshed_at < REFRESH_S or self._hosts() <= 1:
+        if self._hosts() <= 1:
             return
-        self._refreshed_at = now
-        for names in self._homes.groups(self._open):
-            for first in range(0, len(names), MAX_OPEN_REQUEST_COUNTS):
-                part = names[first : first + MAX_OPEN_REQUEST_COUNTS]
-                self._calls.notify(part[0], OpenRequestCounts(counts={name: self._open[name] for name in part}))
+        if not self._due and now - self._refreshed_at >= REFRESH_S:
+            self._due, self._refreshed_at = list(self._open), now
+            even = ceil(len(self._due) * TICK_S / REFRESH_S)
+            self._per_tick = min(max(REFRESHED_PER_TICK, even), MAX_OPEN_REQUEST_COUNTS)
+        part, self._due = self._due[: self._per_tick], self._due[self._per_tick :]
+        for names in self._homes.groups([name for name in part if name in self._open]):
+            self._calls.notify(names[0], OpenRequestCounts(counts={name: self._open[name] for name in names}))
 
     def close(self) -> None:
         """No more answers will come."""

@@ -180,7 +180,7 @@ class RouterService:
             clock=clock,
         )
         self._apply = self._dispatcher.apply
-        self._verdicts = PoisonVerdicts()
+        self._verdicts, self._found_verdicts = PoisonVerdicts(), PoisonVerdicts()  # all, and those of this gateway
         self._migration, self._health = self._make_handlers(config, suspect)
         self._shares = None if rates is None else RateShares(rates, self.fleet, self._links)
         self._vocabulary = config.vocabulary or 1 << 32
@@ -255,8 +255,18 @@ class RouterService:
         return 1 if self._shares is None else self._shares.hosts
 
     def _share_verdict(self, request: ValidRequest, now: float) -> None:
-        new = self._verdicts.add((request_digest(request),), now)
-        self._links.send_to_all(PoisonRequests(digests=new))
+        digests = (request_digest(request),)
+        self._found_verdicts.add(digests, now)
+        self._links.send_to_all(PoisonRequests(digests=self._verdicts.add(digests, now)))
+
+    def _repeat_verdicts(self, report: WorkerReport, now: float) -> None:
+        """To a worker that has become ready: it may be the one that a request has ended, and no other was there.
+
+        Those that were found here only: a verdict that all repeat would never end.
+        """
+        link = self._links.link_to(report.worker, report.incarnation) if self._found_verdicts.since else None
+        if link is not None:
+            link.send(PoisonRequests(digests=self._found_verdicts.all(now)))
 
     def _register_metrics(self) -> None:
         prefixes = self._placement.prefixes
@@ -571,6 +581,7 @@ class RouterService:
                 self._shares.tick(now)  # before the first request: a host that joins others brings no full buckets
             self._met_workers.set()
             self.adapters.on_ready(report.worker)
+            self._repeat_verdicts(report, now)
             self._dispatcher.place_waiting(now, ready=True)
 
     # --- events: time -----------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import pytest
 from tests.store_rig import redis_server
 
 from penstock.api.auth import Tenant
-from penstock.api.load_shedding import TenantRateLimiter
+from penstock.api.load_shedding import BucketCharge, TenantRateLimiter
 from penstock.clock import MonotonicClock
 from penstock.errors import ConfigError, RateLimited
-from penstock.launch.redis_rates import RedisRates
+from penstock.launch.redis_rates import MAX_CONNECTIONS, RedisRates
 from penstock.launch.shared_rates import SharedTokenBuckets
 
 redis = pytest.importorskip("redis", reason="the extra redis is not installed")
@@ -116,6 +116,16 @@ async def test_while_redis_is_stopped_hosts_fall_back_to_shares_never_to_none(ur
         await host.wait_up()
         await host.ask(1)
         assert host.exact.is_up
+
+
+async def test_more_charges_at_a_time_than_connections_wait_for_one(url: str, server: Any) -> None:
+    exact, charge = RedisRates(url, b"key", timeout_s=PATIENCE_S), BucketCharge(unit="requests", size=1e6, amount=1.0)
+    charges = [exact.charge_buckets("ann", [charge], [1.0]) for _ in range(200)]
+    answers = await asyncio.gather(*charges)
+    assert None not in answers
+    assert exact.is_up
+    assert server.info("clients")["connected_clients"] <= MAX_CONNECTIONS + 1
+    await exact.close()
 
 
 async def test_one_that_was_refused_has_nothing_saved_when_redis_is_gone(url: str, server: Any) -> None:
