@@ -17,6 +17,7 @@ BARS_OF_SPEED = {
     "F1": ("too few", "stall after"),
     "F4": ("answers take",),
     "F5": ("waited for", "others are harmed"),
+    "F13": ("too few", "stall after"),
     "L1": ("goodput",),
     "L6": ("others are slowed",),
     "L7": ("hedges cost too much",),
@@ -33,6 +34,7 @@ def serious(name: str, why: str) -> list[str]:
 def test_slowness_alone_is_forgiven() -> None:
     assert serious("F1", "too few blows; stall after SIGKILL") == []
     assert serious("F1", "stall after SIGKILL; answers differ or failed: ['x']") == ["answers differ or failed: ['x']"]
+    assert serious("F13", "stall after SIGKILL; stall after SIGSTOP") == []
     assert serious("F5", "slow: waited for; slow: 3 answers differ; pages leaked") == [
         "slow: 3 answers differ",
         "pages leaked",
