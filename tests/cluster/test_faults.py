@@ -23,8 +23,8 @@ BARS_OF_SPEED = {
     "L6": ("others are slowed",),
     "L7": ("hedges cost too much",),
 }
-"""How the checks are called that a busy machine fails, F4's a quick one, which loses more by a slow link, and F14's one of
-few streams, none of which may have a request at the node that is lost."""
+"""How the checks are called that a busy machine fails, F4's a quick one, which loses more by a slow link, and F14's one
+of few streams, none of which may have a request at the node that is lost."""
 
 
 def serious(name: str, why: str) -> list[str]:
