@@ -349,7 +349,7 @@ def parse_fleet(raw: bytes, where: str) -> FleetFile:
     """A checked file by its content.  Raises ConfigError, which begins with ``where``."""
     try:
         content = tomllib.loads(raw.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of no UTF-8, no TOML, or a number of thousands of digits
         raise ConfigError(f"{where} not TOML: {error}") from None
     try:
         fleet = msgspec.convert(content, FleetFile)

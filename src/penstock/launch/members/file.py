@@ -3,7 +3,8 @@
     {"members": [{"name": "worker-0", "endpoint": "tcp://10.0.0.1:9000", "labels": {"zone": "a"}}]}
 
 or the workers of a fleet file (``config.fleet_file``), in TOML.  Who writes the file need not replace it atomically:
-while it is missing, half written or invalid, the last good set stays in use.
+while it is missing, half written or invalid, the last good set stays in use.  The beginning of a fleet file is often a
+valid one with fewer nodes, so it is used when two successive looks have read the same.
 """
 
 from __future__ import annotations
@@ -82,22 +83,28 @@ class FileMembers:
         limits: MembershipConfig,
         parse: MembersParser = parse_members,
         first: Sequence[Member] = (),
+        *,
+        read_twice: bool = False,
     ) -> None:
-        """``first``: those that there are until the file can be read."""
+        """``first``: those that there are until the file can be read; ``read_twice``: what is read counts when the next
+        look reads the same."""
         self._path = path
         self._parse_content = parse
-        self._first = first
+        self._last = first  # good ones
+        self._read_twice = read_twice
         self._limits = limits
-        self._raw: bytes | None = None  # that was read last
+        self._seen: bytes | None = None  # by the last look
+        self._raw: bytes | None = None  # that was parsed last
         self._problem = SourceProblem(str(path))
 
     async def watch(self, tell: MembersHandler) -> None:
         self._raw = None
-        if self._first:
-            tell(self._first)
+        if self._last:
+            tell(self._last)
         while True:
             members = self._parse(await call_in_daemon_thread(self._read, name="members file"))
             if members is not None:
+                self._last = members
                 tell(members)
             await asyncio.sleep(self._limits.file_poll_s)
 
@@ -114,11 +121,12 @@ class FileMembers:
 
     def _parse(self, found: bytes | OSError) -> tuple[Member, ...] | None:
         """The members, if they are others than those that were read last."""
+        before, self._seen = self._seen, None if isinstance(found, OSError) else found
         if isinstance(found, OSError):
             self._raw = None
             self._problem.note((found.strerror or str(found)).lower())
             return None
-        if found == self._raw:
+        if found == self._raw or (self._read_twice and found != before):
             return None
         self._raw = found
         try:

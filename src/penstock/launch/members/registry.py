@@ -42,12 +42,12 @@ def other_nodes_members(
     """The workers of the other nodes of a fleet file; ``endpoints``: theirs, until it is read again."""
     first = [Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints]
     parse = partial(parse_fleet_members, but=node)
-    return ResolvedMembers(FileMembers(Path(path), limits, parse, first), limits, clock)
+    return ResolvedMembers(FileMembers(Path(path), limits, parse, first, read_twice=True), limits, clock)
 
 
 def _fleet(path: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
     place = Path(path).expanduser().absolute()
-    return ResolvedMembers(FileMembers(place, limits, parse_fleet_members), limits, clock)
+    return ResolvedMembers(FileMembers(place, limits, parse_fleet_members, read_twice=True), limits, clock)
 
 
 def _file(path: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
