@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 from penstock.clock import MonotonicClock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.file import FileMembers, parse_fleet_members, parse_members
-from penstock.launch.members.interface import Member, follow_members
+from penstock.launch.members.file import FileMembers, parse_fleet_gateways, parse_fleet_members, parse_members
+from penstock.launch.members.interface import Member, MemberKind, follow_members
 from penstock.launch.members.registry import open_members, other_nodes_members
 
 LIMITS = MembershipConfig(max_members=3, max_members_bytes=600, file_poll_s=0.01)
@@ -145,6 +146,23 @@ def test_the_workers_of_a_fleet_file_are_members_those_of_one_node_aside() -> No
             parse_fleet_members(raw, LIMITS)
     with pytest.raises(ConfigError, match="5 workers; at most max_members, 3"):
         parse_fleet_members(NODES.replace("count = 1", "count = 4").encode(), LIMITS)
+
+
+async def test_an_endpoint_picker_gets_the_http_ports_of_the_nodes_with_gateways(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(NODES)
+    members = open_members(f"fleet:{path}", LIMITS, MonotonicClock(), MemberKind.GATEWAYS)
+    told = asyncio.Queue[Sequence[Member]]()
+    watching = asyncio.create_task(members.watch(told.put_nowait))
+    a = Member(name="a-gateway", endpoint="tcp://10.0.0.1:8000", labels={"node": "a"})
+    b = Member(name="b-gateway", endpoint="tcp://10.0.0.2:8080", labels={"node": "b"})
+    assert await told.get() == [a]
+    path.write_text(NODES.replace('"10.0.0.2"', '"10.0.0.2"\ngateways = 2\nhttp_port = 8080'))
+    assert await told.get() == [a, b]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    with pytest.raises(ConfigError, match="2 nodes with gateways; at most max_members, 1"):
+        parse_fleet_gateways(path.read_bytes(), MembershipConfig(max_members=1))
 
 
 async def test_until_a_fleet_file_can_be_read_there_are_those_that_were_known_first(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
     {"members": [{"name": "worker-0", "endpoint": "tcp://10.0.0.1:9000", "labels": {"zone": "a"}}]}
 
-or the workers of a fleet file (``config.fleet_file``), in TOML.  Who writes the file need not replace it atomically:
-while it is missing, half written or invalid, the last good set stays in use.  The beginning of a fleet file is often a
-valid one with fewer nodes, so it is used when two successive looks have read the same.
+or the workers or gateways of a fleet file (``config.fleet_file``), in TOML.  Who writes the file need not replace it
+atomically: while it is missing, half written or invalid, the last good set stays in use.  The beginning of a fleet file
+is often a valid one with fewer nodes, so it is used when two successive looks have read the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 
 from penstock.config.fleet_file import FleetFile, FleetNode, parse_fleet
 from penstock.config.limits import MembershipConfig
+from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.daemon_thread import call_in_daemon_thread
 from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem, check_tcp_endpoint
@@ -52,6 +53,13 @@ def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
     )
 
 
+def node_gateways(node: FleetNode, port: int) -> tuple[Member, ...]:
+    """The port that all its gateways share, as an endpoint picker may find it; empty if it has none."""
+    if not node.gateways:
+        return ()
+    return (Member(name=f"{node.name}-gateway", endpoint=node.endpoint(port), labels={"node": node.name}),)
+
+
 def parse_fleet_members(raw: bytes, limits: MembershipConfig, *, but: str = "") -> tuple[Member, ...]:
     """The workers of all nodes of a fleet file's content; ``but``: those of this node are left out.
 
@@ -62,6 +70,21 @@ def parse_fleet_members(raw: bytes, limits: MembershipConfig, *, but: str = "") 
     found = [member for node in fleet.nodes if node.name != but for member in node_members(fleet, node)]
     if len(found) > limits.max_members:
         raise ConfigError(f"{len(found)} workers; at most max_members, {limits.max_members}, are used")
+    return tuple(found)
+
+
+def parse_fleet_gateways(raw: bytes, limits: MembershipConfig) -> tuple[Member, ...]:
+    """The HTTP ports of all nodes with gateways of a fleet file's content.  A port that only the environment of a
+    node's host sets is not known here: without ``http_port`` it is the default.
+
+    Raises ConfigError in one line.
+    """
+    _check_size(raw, limits)
+    fleet = parse_fleet(raw, "fleet file:")
+    port = ServeConfig().port
+    found = [member for node in fleet.nodes for member in node_gateways(node, node.http_port or port)]
+    if len(found) > limits.max_members:
+        raise ConfigError(f"{len(found)} nodes with gateways; at most max_members, {limits.max_members}, are used")
     return tuple(found)
 
 
