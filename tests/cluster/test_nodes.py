@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.config.fleet_file import PORTS_A_WORKER, read_fleet_file
 from penstock.wire.curve_keys import CurveKeys
 
 from .asking import ask, penstock, streaming
@@ -175,6 +176,18 @@ def test_what_is_wrong_is_said_in_one_line(
     assert run.returncode == 2
     assert because in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_a_port_of_a_worker_that_is_taken_ends_a_node(tmp_path: Path) -> None:
+    file, _ = write_fleet(tmp_path)
+    node = read_fleet_file(str(file)).node("a")
+    for port in range(node.port, node.port + 2 * PORTS_A_WORKER):
+        with socket.create_server((node.address, port)):
+            run = penstock("node", str(file), "--name", "a")
+        assert run.returncode == 2
+        assert run.stderr.splitlines()[-1].endswith(
+            f"port {port} on 127.0.0.1 is taken: stop what listens there, or choose another with port of node a"
+        )
 
 
 def test_gateways_follow_the_file_without_a_restart(tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def parse_fleet(raw: bytes, where: str) -> FleetFile:
     """A checked file by its content.  Raises ConfigError, which begins with ``where``."""
     try:
         content = tomllib.loads(raw.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of no UTF-8, no TOML, or a number of thousands of digits
         raise ConfigError(f"{where} not TOML: {error}") from None
     try:
         fleet = msgspec.convert(content, FleetFile)
@@ -475,9 +475,13 @@ def _check_nodes(fleet: FleetFile) -> None:
             port = worker.port
             if port + PORTS_A_WORKER - 1 > 65535:
                 raise ConfigError(f"{where}: no port is left for {worker.name}; choose a smaller port")
-            if (node.address, port) in places:
-                raise ConfigError(f"{where}: {node.endpoint(port)} belongs to another node, too; choose another port")
-            places.add((node.address, port))
+            for own in range(port, port + PORTS_A_WORKER):
+                if (node.address, own) in places:
+                    raise ConfigError(
+                        f"{where}: {node.endpoint(own)} belongs to another node, too; choose another port (each worker "
+                        f"takes {PORTS_A_WORKER})"
+                    )
+                places.add((node.address, own))
     if fleet.nodes and not any(node.gateways for node in fleet.nodes):
         raise ConfigError(f"fleet {fleet.name}: no node has gateways; add gateways = 1 to one")
     if fleet.nodes and not fleet.all_workers:

@@ -83,7 +83,9 @@ class NodePlaces:
     def check_free(self, node: FleetNode) -> None:
         """Raises ConfigError if another program has a port of this node."""
         led = [self.masters[worker] for worker, part in self.parts.items() if part.place.node == 0]
-        for endpoint in (*self.listens_at.values(), *(f"tcp://{one.listen}:{one.port}" for one in led)):
+        masters = (f"tcp://{one.listen}:{one.port}" for one in led)
+        pages = (node.endpoint(port, listen=True) for port in self.pages_ports.values())
+        for endpoint in (*self.listens_at.values(), *masters, *pages):
             compose.check_free(endpoint, f"port of node {node.name}")
 
 

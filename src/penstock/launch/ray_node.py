@@ -36,7 +36,7 @@ from penstock.config.fleet_file import FleetFile, FleetNode, check_fleet_file
 from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError
-from penstock.launch.members.file import node_members
+from penstock.launch.members.file import node_gateways, node_members
 from penstock.launch.members.interface import Member
 from penstock.launch.node_lease import LeaseHolder, LeaseRecord, start_ticks
 from penstock.launch.service_notify import NOTIFY_SOCKET, READY
@@ -101,13 +101,6 @@ def node_digest(fleet: FleetFile, node: FleetNode) -> str:
     together = [other.name for other in fleet.joined_nodes(node)]  # placed at once
     parts = (fleet.model, fleet.keys, fleet.settings, node, split, led, masters, together)
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:16]
-
-
-def node_gateways(node: FleetNode, port: int) -> tuple[Member, ...]:
-    """The port that all its gateways share, as an endpoint picker may find it; empty if it has none."""
-    if not node.gateways:
-        return ()
-    return (Member(name=f"{node.name}-gateway", endpoint=node.endpoint(port), labels={"node": node.name}),)
 
 
 class _Child:

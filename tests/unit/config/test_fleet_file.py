@@ -85,6 +85,15 @@ def test_a_node_has_its_own_settings_over_the_fleets(tmp_path: Path) -> None:
         (('name = "b"', 'name = "a"'), "node a: there are two of this name"),
         (('address = "fd00::2"', 'address = "10.0.0.1"'), ""),  # other ports
         (('address = "fd00::2"\nlisten = "::"\nport = 9100', 'address = "10.0.0.1"\nport = 9004'), "another node"),
+        (
+            ('address = "fd00::2"\nlisten = "::"\nport = 9100', 'address = "10.0.0.1"\nport = 9005'),
+            "10.0.0.1:9005 belongs",
+        ),
+        (
+            ('address = "fd00::2"\nlisten = "::"\nport = 9100', 'address = "10.0.0.1"\nport = 8995'),
+            "10.0.0.1:9000 belongs",
+        ),
+        (('address = "fd00::2"\nlisten = "::"\nport = 9100', 'address = "10.0.0.1"\nport = 9006'), ""),
         (("port = 9100", "port = 65534"), "no port is left for b-decode-1"),
         (("gateways = 2\n", ""), "no node has gateways"),
         (('workers = [{ role = "decode", count = 3 }]\n', ""), "node b: it has neither workers nor gateways"),

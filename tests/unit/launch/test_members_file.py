@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from penstock.clock import MonotonicClock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.file import FileMembers, parse_fleet_members, parse_members
-from penstock.launch.members.interface import Member
+from penstock.launch.members.file import FileMembers, parse_fleet_gateways, parse_fleet_members, parse_members
+from penstock.launch.members.interface import Member, MemberKind, follow_members
+from penstock.launch.members.registry import open_members, other_nodes_members
 
 LIMITS = MembershipConfig(max_members=3, max_members_bytes=600, file_poll_s=0.01)
 
@@ -144,6 +148,23 @@ def test_the_workers_of_a_fleet_file_are_members_those_of_one_node_aside() -> No
         parse_fleet_members(NODES.replace("count = 1", "count = 4").encode(), LIMITS)
 
 
+async def test_an_endpoint_picker_gets_the_http_ports_of_the_nodes_with_gateways(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(NODES)
+    members = open_members(f"fleet:{path}", LIMITS, MonotonicClock(), MemberKind.GATEWAYS)
+    told = asyncio.Queue[Sequence[Member]]()
+    watching = asyncio.create_task(members.watch(told.put_nowait))
+    a = Member(name="a-gateway", endpoint="tcp://10.0.0.1:8000", labels={"node": "a"})
+    b = Member(name="b-gateway", endpoint="tcp://10.0.0.2:8080", labels={"node": "b"})
+    assert await told.get() == [a]
+    path.write_text(NODES.replace('"10.0.0.2"', '"10.0.0.2"\ngateways = 2\nhttp_port = 8080'))
+    assert await told.get() == [a, b]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    with pytest.raises(ConfigError, match="2 nodes with gateways; at most max_members, 1"):
+        parse_fleet_gateways(path.read_bytes(), MembershipConfig(max_members=1))
+
+
 async def test_until_a_fleet_file_can_be_read_there_are_those_that_were_known_first(tmp_path: Path) -> None:
     first = Member(name="tcp://10.0.0.2:9000", endpoint="tcp://10.0.0.2:9000")
     path = tmp_path / "fleet.toml"
@@ -158,5 +179,74 @@ async def test_until_a_fleet_file_can_be_read_there_are_those_that_were_known_fi
     path.write_text(NODES)
     assert await told.get() == ["b-both-0"]
     assert source.problems() == ()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+SIX_NODES = 'name = "f"\n' + "".join(
+    f'\n[[nodes]]\nname = "n{n}"\naddress = "10.0.0.{n}"\ngateways = 1\nworkers = [{{ count = 1 }}]\n' for n in range(6)
+)
+OF_SIX = MembershipConfig(file_poll_s=0.01)
+
+
+def write_at_each_look(monkeypatch: pytest.MonkeyPatch, *contents: bytes) -> list[bytes]:
+    """Each look at the file finds the next of them; returns those that are left."""
+    left, read = list(contents), FileMembers._read
+
+    def write_and_read(self: FileMembers) -> bytes | OSError:
+        if left:
+            self._path.write_bytes(left.pop(0))
+        return read(self)
+
+    monkeypatch.setattr(FileMembers, "_read", write_and_read)
+    return left
+
+
+@pytest.mark.parametrize("of_a_node", [False, True])
+async def test_a_fleet_file_that_is_being_written_loses_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_node: bool
+) -> None:
+    whole = SIX_NODES.encode()
+    prefixes = []
+    for end in range(len(whole)):
+        with suppress(ConfigError):
+            parse_fleet_members(whole[:end], OF_SIX)
+            prefixes.append(whole[:end])
+    assert len(prefixes) > 5, "otherwise this tests nothing"
+    looks = [look for prefix in prefixes for look in (prefix, whole)]
+    left = write_at_each_look(monkeypatch, whole, whole, *looks, whole, whole[:-2], whole + b"#", whole + b"#")
+    place, clock = str(tmp_path / "fleet.toml"), MonotonicClock()
+    if of_a_node:
+        members = other_nodes_members(place, "n0", (), OF_SIX, clock)
+    else:
+        members = open_members(f"fleet:{place}", OF_SIX, clock)
+    told: list[int] = []
+    watching = asyncio.create_task(members.watch(lambda found: told.append(len(found))))
+    async with asyncio.timeout(30):
+        while left or len(told) < 2:  # noqa: ASYNC110 - the second is told of the changed content
+            await asyncio.sleep(OF_SIX.file_poll_s)
+    assert set(told) == {5 if of_a_node else 6}
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_fleet_file_that_cannot_be_parsed_leaves_the_last_good_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.launch.members.interface.RETRY_WATCH_S", 0.01)
+    nested, long = b"name = " + b"[" * 5000, b"name = " + b"1" * 5000
+    left = write_at_each_look(monkeypatch, SIX_NODES.encode(), SIX_NODES.encode(), nested, nested, nested, long, long)
+    members = other_nodes_members(
+        str(tmp_path / "fleet.toml"), "n0", ("tcp://10.0.0.9:9000",), OF_SIX, MonotonicClock()
+    )
+    told: list[int] = []
+    watching = asyncio.create_task(follow_members(members, lambda found: told.append(len(found))))
+    async with asyncio.timeout(30):
+        while left or not any("digits" in problem for _, problem in members.problems()):  # noqa: ASYNC110
+            await asyncio.sleep(OF_SIX.file_poll_s)
+    assert told == [1, 5]
+    logged = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
+    assert len(logged) == 2, logged
+    assert "maximum recursion depth" in logged[0]
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

@@ -11,6 +11,7 @@ import pytest
 from penstock.clock import MonotonicClock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
+from penstock.launch.members.dns import srv_look_up
 from penstock.launch.members.interface import Member, MembersHandler, MembersProblem
 from penstock.launch.members.registry import open_members
 from penstock.launch.members.resolver import (
@@ -216,6 +217,41 @@ async def test_a_resolver_that_blocks_does_not_keep_the_process(monkeypatch: pyt
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     released.set()
+
+
+async def test_an_srv_target_without_an_answer_holds_up_no_other_and_keeps_its_last_address(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("dns", reason="the extra dns is not installed")
+    from tests.cluster.name_server import NameServer
+
+    async def answer(host: str, port: int) -> tuple[str, ...]:
+        return await answers.look_up(host, port)()
+
+    answers = Answers()
+    monkeypatch.setattr("penstock.launch.members.dns.look_up_addresses", answer)
+    with NameServer("_penstock._tcp.workers.test", "SRV", ("127.0.0.1", 0)) as names:
+        limits = MembershipConfig(name_server=f"127.0.0.1:{names.address[1]}", dns_timeout_s=30.0)
+        look_up = srv_look_up("_penstock._tcp.workers.test", limits)
+        names.records = ["0 0 9000 one.test.", "0 0 9000 two.test."]
+        answers.of = {"one.test": ("10.0.0.1",), "two.test": LookUpError("temporary failure")}
+        assert await look_up() == (ONE,)
+        assert await look_up() == (ONE,)
+        logged = [record.getMessage() for record in caplog.records]
+        assert len(logged) == 1
+        assert "_penstock._tcp.workers.test" in logged[0]
+        assert logged[0].endswith("two.test: temporary failure")
+        answers.of["two.test"] = ("10.0.0.2",)
+        assert await look_up() == (ONE, TWO)
+        answers.of = dict.fromkeys(answers.of, LookUpError("temporary failure"))
+        assert await look_up() == (ONE, TWO)
+        names.records = ["0 0 9000 three.test."]
+        answers.of["three.test"] = LookUpError("temporary failure")
+        with pytest.raises(LookUpError, match=r"three\.test: temporary failure"):
+            await look_up()
+        answers.of["three.test"] = NameNotFoundError("no such name")
+        with pytest.raises(NameNotFoundError, match="hosts without addresses"):
+            await look_up()
 
 
 # --- --members --------------------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from penstock.config.limits import PickerLimits
-from penstock.launch.members.interface import Member, MembersHandler, StaticMembers
+from penstock.clock import MonotonicClock
+from penstock.config.limits import MembershipConfig, PickerLimits
+from penstock.launch.members.interface import Member, Members, MembersHandler
+from penstock.launch.members.resolver import ResolvedMembers
 from penstock.launch.picker.live_gateways import LiveGateways
 
 LIMITS = PickerLimits(ready_every_s=0.01, ready_timeout_s=0.2)
@@ -71,7 +73,7 @@ class GivenMembers:
 
 
 @asynccontextmanager
-async def following(members: GivenMembers | StaticMembers) -> AsyncIterator[LiveGateways]:
+async def following(members: Members) -> AsyncIterator[LiveGateways]:
     live = LiveGateways(members, LIMITS, on_change=lambda: None)
     task = asyncio.create_task(live.run())
     async with asyncio.timeout(PATIENCE_S):
@@ -142,8 +144,34 @@ async def test_members_come_and_go() -> None:
 
 
 async def test_without_members_it_is_settled() -> None:
-    async with following(GivenMembers()) as live:
+    for members in (GivenMembers(), ResolvedMembers(GivenMembers(), MembershipConfig(), MonotonicClock())):
+        async with following(members) as live:
+            assert live.ranking.endpoints == ()
+
+
+async def test_it_is_not_settled_before_a_name_is_resolved() -> None:
+    asked, resolved = asyncio.Event(), asyncio.Event()
+    async with gateways(1) as (one,):
+
+        async def look_up() -> tuple[str, ...]:
+            asked.set()
+            await resolved.wait()
+            return (f"tcp://{one.endpoint}",)
+
+        named = GivenMembers(f"gateway.test:{one.port}")
+        members = ResolvedMembers(named, MembershipConfig(), MonotonicClock(), lambda host, port: look_up)
+        live = LiveGateways(members, LIMITS, on_change=lambda: None)
+        running = asyncio.create_task(live.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await asked.wait()
+            assert not live.settled.is_set()
+            resolved.set()
+            await live.settled.wait()
+        assert live.ranking.endpoints == (one.endpoint,)
+        named.set()
         assert live.ranking.endpoints == ()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_source_that_fails_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, RayPlacement, WorkerGroup, parse_fleet
 from penstock.config.limits import SuperviseConfig
 from penstock.launch import node_lease
-from penstock.launch.members.file import node_members
+from penstock.launch.members.file import node_gateways, node_members
 from penstock.launch.node_lease import LEASE_S, LeaseHolder, LeaseRecord, LeaseWatch, start_ticks
 from penstock.launch.ray_cluster import NodeActor, actor_name, describe, keeps_its_state, node_of_actor
 from penstock.launch.ray_node import (
@@ -29,7 +29,6 @@ from penstock.launch.ray_node import (
     fleet_file_of,
     latest_order,
     node_digest,
-    node_gateways,
     started_node,
     write_privately,
 )

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.interface import Member, MembersHandler, MembersProblem
+from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem
 from penstock.launch.members.resolver import (
     LookUp,
     LookUpError,
@@ -58,6 +58,8 @@ def srv_look_up(name: str, limits: MembershipConfig) -> LookUp:
         address, port = name_server_address(limits.name_server)
         resolver.nameservers, resolver.port = [address], port
 
+    hosts = _Targets(f"dns:{name}")
+
     async def look_up() -> tuple[str, ...]:
         try:
             answer = await resolver.resolve(name, "SRV", search=True, lifetime=limits.dns_timeout_s)
@@ -66,17 +68,41 @@ def srv_look_up(name: str, limits: MembershipConfig) -> LookUp:
         except (dns.exception.DNSException, OSError) as error:
             raise LookUpError(str(error) or type(error).__name__) from None
         targets = sorted({(record.target.to_text(omit_final_dot=True), record.port) for record in answer})
-        found = await asyncio.gather(*(look_up_addresses(*target) for target in targets), return_exceptions=True)
-        for result in found:
-            if isinstance(result, BaseException) and not isinstance(result, NameNotFoundError):
-                raise result
-        # One address of each host, and the same one each time.
-        endpoints = [min(result) for result in found if not isinstance(result, BaseException)]
-        if not endpoints:
-            raise NameNotFoundError("its SRV records name hosts without addresses")
-        return tuple(endpoints)
+        return await hosts.look_up(targets)
 
     return look_up
+
+
+class _Targets:
+    """The hosts and ports that a name's SRV records have, each with its last endpoint."""
+
+    def __init__(self, source: str) -> None:
+        """``source``: how the log calls them."""
+        self._endpoints: dict[tuple[str, int], str] = {}
+        self._problem = SourceProblem(source)
+
+    async def look_up(self, targets: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+        """One endpoint of each target; of one without an answer the last.
+
+        Raises NameNotFoundError or LookUpError if there is none at all.
+        """
+        found = await asyncio.gather(*(look_up_addresses(*target) for target in targets), return_exceptions=True)
+        known, failures = {}, []
+        for target, result in zip(targets, found, strict=True):
+            if isinstance(result, LookUpError):
+                failures.append(f"{target[0]}: {result}")
+                if target in self._endpoints:
+                    known[target] = self._endpoints[target]
+            elif not isinstance(result, BaseException):
+                known[target] = min(result)  # one address of each host, and the same one each time
+            elif not isinstance(result, NameNotFoundError):
+                raise result
+        self._endpoints = known
+        problem = "; ".join(failures) or None
+        if not known:
+            raise LookUpError(problem) if problem else NameNotFoundError("its SRV records name hosts without addresses")
+        self._problem.note(problem)
+        return tuple(known.values())
 
 
 def name_server_address(text: str) -> tuple[str, int]:

@@ -2,8 +2,9 @@
 
     {"members": [{"name": "worker-0", "endpoint": "tcp://10.0.0.1:9000", "labels": {"zone": "a"}}]}
 
-or the workers of a fleet file (``config.fleet_file``), in TOML.  Who writes the file need not replace it atomically:
-while it is missing, half written or invalid, the last good set stays in use.
+or the workers or gateways of a fleet file (``config.fleet_file``), in TOML.  Who writes the file need not replace it
+atomically: while it is missing, half written or invalid, the last good set stays in use.  The beginning of a fleet file
+is often a valid one with fewer nodes, so it is used when two successive looks have read the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 
 from penstock.config.fleet_file import FleetFile, FleetNode, parse_fleet
 from penstock.config.limits import MembershipConfig
+from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.daemon_thread import call_in_daemon_thread
 from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem, check_tcp_endpoint
@@ -51,6 +53,13 @@ def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
     )
 
 
+def node_gateways(node: FleetNode, port: int) -> tuple[Member, ...]:
+    """The port that all its gateways share, as an endpoint picker may find it; empty if it has none."""
+    if not node.gateways:
+        return ()
+    return (Member(name=f"{node.name}-gateway", endpoint=node.endpoint(port), labels={"node": node.name}),)
+
+
 def parse_fleet_members(raw: bytes, limits: MembershipConfig, *, but: str = "") -> tuple[Member, ...]:
     """The workers of all nodes of a fleet file's content; ``but``: those of this node are left out.
 
@@ -61,6 +70,21 @@ def parse_fleet_members(raw: bytes, limits: MembershipConfig, *, but: str = "") 
     found = [member for node in fleet.nodes if node.name != but for member in node_members(fleet, node)]
     if len(found) > limits.max_members:
         raise ConfigError(f"{len(found)} workers; at most max_members, {limits.max_members}, are used")
+    return tuple(found)
+
+
+def parse_fleet_gateways(raw: bytes, limits: MembershipConfig) -> tuple[Member, ...]:
+    """The HTTP ports of all nodes with gateways of a fleet file's content.  A port that only the environment of a
+    node's host sets is not known here: without ``http_port`` it is the default.
+
+    Raises ConfigError in one line.
+    """
+    _check_size(raw, limits)
+    fleet = parse_fleet(raw, "fleet file:")
+    port = ServeConfig().port
+    found = [member for node in fleet.nodes for member in node_gateways(node, node.http_port or port)]
+    if len(found) > limits.max_members:
+        raise ConfigError(f"{len(found)} nodes with gateways; at most max_members, {limits.max_members}, are used")
     return tuple(found)
 
 
@@ -82,22 +106,28 @@ class FileMembers:
         limits: MembershipConfig,
         parse: MembersParser = parse_members,
         first: Sequence[Member] = (),
+        *,
+        read_twice: bool = False,
     ) -> None:
-        """``first``: those that there are until the file can be read."""
+        """``first``: those that there are until the file can be read; ``read_twice``: what is read counts when the next
+        look reads the same."""
         self._path = path
         self._parse_content = parse
-        self._first = first
+        self._last = first  # good ones
+        self._read_twice = read_twice
         self._limits = limits
-        self._raw: bytes | None = None  # that was read last
+        self._seen: bytes | None = None  # by the last look
+        self._raw: bytes | None = None  # that was parsed last
         self._problem = SourceProblem(str(path))
 
     async def watch(self, tell: MembersHandler) -> None:
         self._raw = None
-        if self._first:
-            tell(self._first)
+        if self._last:
+            tell(self._last)
         while True:
             members = self._parse(await call_in_daemon_thread(self._read, name="members file"))
             if members is not None:
+                self._last = members
                 tell(members)
             await asyncio.sleep(self._limits.file_poll_s)
 
@@ -114,11 +144,12 @@ class FileMembers:
 
     def _parse(self, found: bytes | OSError) -> tuple[Member, ...] | None:
         """The members, if they are others than those that were read last."""
+        before, self._seen = self._seen, None if isinstance(found, OSError) else found
         if isinstance(found, OSError):
             self._raw = None
             self._problem.note((found.strerror or str(found)).lower())
             return None
-        if found == self._raw:
+        if found == self._raw or (self._read_twice and found != before):
             return None
         self._raw = found
         try:

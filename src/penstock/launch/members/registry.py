@@ -10,7 +10,7 @@ from penstock.clock import Clock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.dns import DnsMembers, srv_look_up
-from penstock.launch.members.file import FileMembers, parse_fleet_members
+from penstock.launch.members.file import FileMembers, parse_fleet_gateways, parse_fleet_members
 from penstock.launch.members.interface import Member, MemberKind, Members, StaticMembers
 from penstock.launch.members.nats import NatsMembers
 from penstock.launch.members.ray import RayMembers
@@ -42,12 +42,13 @@ def other_nodes_members(
     """The workers of the other nodes of a fleet file; ``endpoints``: theirs, until it is read again."""
     first = [Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints]
     parse = partial(parse_fleet_members, but=node)
-    return ResolvedMembers(FileMembers(Path(path), limits, parse, first), limits, clock)
+    return ResolvedMembers(FileMembers(Path(path), limits, parse, first, read_twice=True), limits, clock)
 
 
-def _fleet(path: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
+def _fleet(path: str, limits: MembershipConfig, clock: Clock, wanted: MemberKind) -> Members:
     place = Path(path).expanduser().absolute()
-    return ResolvedMembers(FileMembers(place, limits, parse_fleet_members), limits, clock)
+    parse = parse_fleet_gateways if wanted is MemberKind.GATEWAYS else parse_fleet_members
+    return ResolvedMembers(FileMembers(place, limits, parse, read_twice=True), limits, clock)
 
 
 def _file(path: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:

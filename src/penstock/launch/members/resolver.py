@@ -163,7 +163,8 @@ def system_look_up(host: str, port: int) -> LookUp:
 class ResolvedMembers:
     """The members of another source, with numeric endpoints in the place of names.
 
-    A name that is not resolved yet holds up no other member.
+    A name that is not resolved yet holds up no other member.  While there are only such, nothing is told: an empty set
+    would say that there are no members.
     """
 
     def __init__(
@@ -179,8 +180,14 @@ class ResolvedMembers:
         self._addresses: dict[str, str] = {}  # the numeric endpoint in use, by endpoint with a name
 
     async def watch(self, tell: MembersHandler) -> None:
+        has_told = False
+
         def changed() -> None:
-            tell(self._resolved())
+            nonlocal has_told
+            resolved = self._resolved()
+            if resolved or has_told or not self._names:
+                has_told = True
+                tell(resolved)
 
         def on_members(members: Sequence[Member]) -> None:
             self._members = members
