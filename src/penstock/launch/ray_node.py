@@ -123,9 +123,14 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, signum)
 
+    def kill(self) -> None:
+        """It has ended on return."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+
     def wait(self) -> int | None:
         """Wait for its end; the exit code, negative for a signal, or None for one that is not ours."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # which needs no descriptor of its own
             selector.register(self.descriptor, selectors.EVENT_READ)
             selector.select()
         return None if self._own is None else self._own.wait()
@@ -224,15 +229,14 @@ class NodeProcess:
         self._thread.join()
 
     def _run(self) -> None:
-        pause_s = self._limits.backoff_first_s
-        found = self._taken_over()
-        while not self._stopping.is_set():
+        pause_s, has_run = self._limits.backoff_first_s, False
+        while True:
             try:
-                was_ready_s = self._run_once(found)
-            except OSError as error:
+                was_ready_s = self._run_once(None if has_run else self._taken_over())
+                has_run = True
+            except OSError as error:  # nothing runs that this process has started
                 self._ended(f"cannot be started: {error}")
                 was_ready_s = 0.0
-            found = None
             if was_ready_s >= self._limits.stable_s:
                 pause_s = self._limits.backoff_first_s
             if self._stopping.wait(pause_s):
@@ -252,15 +256,17 @@ class NodeProcess:
         self._lock.notify_all()
 
     def _taken_over(self) -> LeaseRecord | None:
-        """What the process before this one had started, if it still runs and may go on; it is ended if it may not."""
+        """What the process before this one had started, if it still runs and may go on; it is ended if it may not.
+
+        Raises OSError.
+        """
         record = None if self._lease is None else self._lease.read()
-        if record is None or start_ticks(record.pid) != record.started:
+        if record is None or record.started < 0 or start_ticks(record.pid) != record.started:
             return None
         if record.digest == self._digest:
             return record
-        with contextlib.suppress(OSError), contextlib.closing(_Child(record.pid)) as other:
-            other.send_signal(signal.SIGKILL)
-            other.wait()
+        with contextlib.suppress(ProcessLookupError), contextlib.closing(_Child(record.pid)) as other:
+            other.kill()
         return None
 
     def _run_once(self, found: LeaseRecord | None) -> float:
@@ -275,13 +281,19 @@ class NodeProcess:
             begin_bytes = output.tell()
             self._ready_after_s = ready_after_s
             self._enter("starting" if ready_after_s is None else "ready")
-        if self._stopping.is_set():  # before it was known
-            child.send_signal(signal.SIGTERM)
-        self._record(child.pid, ready_after_s)
-        ready_since = self._watch(child, began, None if ready_after_s is None else began)
-        code = child.wait()
-        self._ended(_why_ended(code, self.log_file, begin_bytes))
-        child.close()
+        with contextlib.closing(child):
+            if self._stopping.is_set():  # before it was known
+                child.send_signal(signal.SIGTERM)
+            self._record(child.pid, ready_after_s)
+            try:
+                ready_since = self._watch(child, began, None if ready_after_s is None else began)
+            except OSError:
+                child.kill()  # it would run on unwatched
+                with self._lock:
+                    self._process = None
+                raise
+            code = child.wait()
+            self._ended(_why_ended(code, self.log_file, begin_bytes))
         return 0.0 if ready_since is None else time.monotonic() - ready_since
 
     def _started(self, output: BinaryIO) -> _Child:
@@ -293,17 +305,26 @@ class NodeProcess:
             env=self._environ,
             start_new_session=True,
         )
-        return _Child(own.pid, own)
+        try:
+            return _Child(own.pid, own)
+        except OSError:  # it would run on unwatched
+            own.kill()
+            own.wait()
+            raise
 
     def _record(self, pid: int, ready_after_s: float | None) -> None:
-        """For the process that comes after this one."""
-        if self._lease is not None:
-            record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
+        """For the process that comes after this one.  The node goes on where it cannot be written."""
+        if self._lease is None:
+            return
+        record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
+        try:
             self._lease.write(record)
+        except OSError as error:
+            log.warning("the lease is not written, so no other actor can take the node over: %s", error)
 
     def _watch(self, child: _Child, began: float, ready_since: float | None) -> float | None:
         """Until it ends; returns since when it was ready, by the monotonic clock."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             selector.register(child.descriptor, selectors.EVENT_READ)
             selector.register(self._notified, selectors.EVENT_READ)
             while True:

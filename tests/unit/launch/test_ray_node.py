@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -121,6 +122,53 @@ def test_a_command_that_is_not_there_is_reported(tmp_path: Path) -> None:
     assert "No such file" in process.report(ORDER).reason
     process.begin_drain("enough")
     process.wait_drained()
+
+
+class FullDiskLease(LeaseHolder):
+    """It cannot be written the first time."""
+
+    full = True
+
+    def write(self, record: LeaseRecord) -> None:
+        if self.full:
+            self.full = False
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(record)
+
+
+def test_a_lease_that_cannot_be_written_starts_no_second_child(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    tells_pid = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True)"
+    command = [sys.executable, "-c", tells_pid + CHILD]
+    lease = FullDiskLease(tmp_path / "lease")
+    process = NodeProcess(command, child_environ(os.environ), tmp_path / "log", LIMITS, lease=lease)
+    process.start()
+    try:
+        wait_for(lambda: process.state == "ready")
+        report = process.report(ORDER)
+        assert (report.restarts, report.reason) == (0, "")
+    finally:
+        process.begin_drain("the test ends")
+        process.wait_drained()
+    assert [int(line) for line in pids.read_text().split()] == [report.pid]
+    assert is_gone(report.pid)
+
+
+def test_a_child_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, pidfd_open = [], os.pidfd_open
+
+    def opened(pid: int) -> int:
+        pids.append(pid)
+        if len(pids) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", opened)
+    with child(tmp_path) as process:
+        wait_for(lambda: process.state == "ready")
+        assert is_gone(pids[0])
+        assert process.report(ORDER).pid == pids[1]
+        assert process.report(ORDER).reason == "cannot be started: [Errno 24] Too many open files"
 
 
 def test_a_node_ends_with_the_process_that_started_it() -> None:
