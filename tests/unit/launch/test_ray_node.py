@@ -18,7 +18,7 @@ import pytest
 
 from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, RayPlacement, WorkerGroup, parse_fleet
 from penstock.config.limits import SuperviseConfig
-from penstock.launch import node_lease
+from penstock.launch import node_lease, ray_node
 from penstock.launch.members.file import node_members
 from penstock.launch.node_lease import LEASE_S, LeaseHolder, LeaseRecord, LeaseWatch, start_ticks
 from penstock.launch.ray_cluster import NodeActor, actor_name, describe, keeps_its_state, node_of_actor
@@ -26,6 +26,7 @@ from penstock.launch.ray_node import (
     NodeOrder,
     NodeProcess,
     NodeReport,
+    NodeRunner,
     child_environ,
     fleet_file_of,
     latest_order,
@@ -278,6 +279,61 @@ def test_a_node_whose_file_cannot_be_written_leaves_no_lease_behind(tmp_path: Pa
     with pytest.raises(OSError, match="Is a directory"):
         started_node(order, tmp_path)
     LeaseHolder(file.with_suffix(".lease")).close()
+
+
+@pytest.fixture
+def abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NodeOrder, LeaseHolder, int]]:
+    """An order whose node runs and whose lease another actor still holds: the order, the lease, the process."""
+    monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.05)
+    monkeypatch.setattr(ray_node, "START_AGAIN_S", 0.01)
+    node = 'name = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    order = NodeOrder(fleet="f", node="a", text=f'name = "f"\nkeys = "/keys"\n[[nodes]]\n{node}', digest="d")
+    with subprocess.Popen([sys.executable, "-c", CHILD]) as running:
+        lease = LeaseHolder(fleet_file_of(order, tmp_path).with_suffix(".lease"))
+        started = start_ticks(running.pid)
+        lease.write(LeaseRecord(pid=running.pid, started=started, digest="d", ready_after_s=1.0))
+        yield order, lease, running.pid
+        running.kill()
+
+
+def test_a_node_is_taken_over_however_long_its_lease_was_held(
+    tmp_path: Path, abandoned: tuple[NodeOrder, LeaseHolder, int]
+) -> None:
+    """As when the actor before this one is on a busy host, or stopped."""
+    order, lease, pid = abandoned
+    node = NodeRunner(order, tmp_path)
+    waits = node.report()
+    assert (waits.state, waits.pid) == ("waiting", 0)
+    assert "is locked by another process" in waits.reason
+    assert [member.name for member in waits.members] == ["a-both-0"], "gateways keep it"
+    lease.close()
+    node.wait_for_change("waiting", 60.0)
+    wait_for(lambda: node.report().state == "ready")
+    assert node.report().pid == pid
+    node.begin_drain("enough")
+    node.wait_drained()
+    assert (node.report().state, node.report().reason) == ("stopped", "enough")
+    wait_for(lambda: is_gone(pid))
+
+
+def test_a_node_that_is_drained_before_it_could_start_never_does(
+    tmp_path: Path, abandoned: tuple[NodeOrder, LeaseHolder, int]
+) -> None:
+    order, lease, pid = abandoned
+    node = NodeRunner(order, tmp_path)
+    node.begin_drain("enough")
+    node.wait_drained()
+    lease.close()
+    assert (node.report().state, node.report().reason) == ("stopped", "enough")
+    assert not is_gone(pid)
+
+
+def test_a_node_whose_settings_are_wrong_is_not_tried_again(tmp_path: Path) -> None:
+    text = 'name = "f"\n[[nodes]]\nname = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    node = NodeRunner(NodeOrder(fleet="f", node="a", text=text, digest="d"), tmp_path)
+    assert node.report().state == "stopped"
+    assert "keys is missing" in node.report().reason
+    node.wait_drained()
 
 
 def test_a_change_of_state_is_waited_for(tmp_path: Path) -> None:
