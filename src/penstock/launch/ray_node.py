@@ -430,8 +430,9 @@ def started_node(order: NodeOrder, folder: Path) -> NodeProcess:
 
 
 def fleet_file_of(order: NodeOrder, folder: Path) -> Path:
-    """Where a host has the fleet file of a node."""
-    return folder / f"penstock-{re.sub('[^A-Za-z0-9.]+', '-', order.fleet)}-{order.node}.toml"
+    """Where a host has the fleet file of a node.  A hash keeps fleets apart whose names look alike in it."""
+    fleet = f"{re.sub('[^A-Za-z0-9.]+', '-', order.fleet)}-{text_hash(order.fleet)[:8]}"
+    return folder / f"penstock-{fleet}-{order.node}.toml"
 
 
 def write_privately(file: Path, text: str) -> None:

@@ -253,20 +253,26 @@ def test_an_actor_that_is_started_again_goes_on_with_the_latest_text(tmp_path: P
         assert latest_order(order, tmp_path) == order, "it is of another node than this order's"
 
 
+def test_nodes_of_fleets_with_similar_names_have_files_of_their_own(tmp_path: Path) -> None:
+    places = [("llm", "prod-a"), ("llm-prod", "a"), ("llm prod", "a"), ("llm/prod", "a")]
+    orders = [msgspec.structs.replace(ORDER, fleet=fleet, node=node) for fleet, node in places]
+    assert len({fleet_file_of(order, tmp_path) for order in orders}) == len(places)
+
+
 def test_a_node_whose_file_another_actor_has_leaves_it_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of two fleets whose names differ in a blank and a dash."""
+    """As the actor before this one may have it."""
     monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.1)
     node = 'name = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
     text = f'name = "f g"\nkeys = "/keys"\n[[nodes]]\n{node}'
     order = NodeOrder(fleet="f g", node="a", text=text, digest="d")
-    file = fleet_file_of(msgspec.structs.replace(order, fleet="f-g"), tmp_path)
-    write_privately(file, "of the other fleet")
+    file = fleet_file_of(order, tmp_path)
+    write_privately(file, "of the other actor")
     other = LeaseHolder(file.with_suffix(".lease"))
     with pytest.raises(TimeoutError, match="is locked by another process"):
         started_node(order, tmp_path)
-    assert file.read_text() == "of the other fleet"
+    assert file.read_text() == "of the other actor"
     other.close()
 
 
