@@ -11,12 +11,18 @@ from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError, PenstockError
 from penstock.launch.ray_cluster import NodeActor, RayCluster, describe
-from penstock.launch.ray_node import NodeOrder, NodeReport, node_digest, text_hash
+from penstock.launch.ray_node import NodeOrder, NodeReport, NodeState, node_digest, text_hash
 
 NOT_KEPT = (
     "warning: Ray's GCS keeps its state in memory alone, so if it ends, all hosts have to be started again; with "
     "RAY_REDIS_ADDRESS on the head they go on (docs/fleet.md)"
 )
+
+SILENT_S = 20.0
+"""For actors that have not answered the first time, before their nodes are restarted: their hosts may be busy."""
+
+ENDED: tuple[NodeState, ...] = ("stopped", "draining")
+"""Of a node that its actor does not start again."""
 
 LOOK_S = 1.0
 """Between two looks at nodes that are waited for, if they tell of no change meanwhile."""
@@ -86,7 +92,7 @@ class FleetRollout:
             self._say(NOT_KEPT)
         actors = self._cluster.actors(self._fleet.name)
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        reports = self._cluster.reports(list(actors.values()))
+        reports = self._reports(actors)
         joined = (self._fleet.joined_nodes(node) for node in self._fleet.nodes)
         together = list({nodes[0].name: nodes for nodes in joined}.values())
         for nodes in together:
@@ -123,8 +129,11 @@ class FleetRollout:
                     self._say(f"{node.name}: as it was")
                 continue
             for actor in there:
-                known = reports[actor.node] is not None
-                self._say(f"{actor.node}: changed, drains" if known else f"{actor.node}: made anew")
+                report = reports[actor.node]
+                if report is None or report.state in ENDED:
+                    self._say(f"{actor.node}: {'' if report is None else report.state + ', '}made anew")
+                else:
+                    self._say(f"{actor.node}: changed, drains")
             self._remove(there)
             self._create(nodes)
             if until is not None:
@@ -138,13 +147,18 @@ class FleetRollout:
         self._remove(actors)
         return len(actors)
 
+    def _reports(self, actors: Mapping[str, NodeActor]) -> dict[str, NodeReport | None]:
+        """Ask all of them; one that lives and is silent is asked twice."""
+        found = self._cluster.reports(list(actors.values()))
+        silent = [actor for name, actor in actors.items() if found[name] is None and actor.state in ("", "ALIVE")]
+        return found | (self._cluster.reports(silent, SILENT_S) if silent else {})
+
     def _as_it_was(self, nodes: Sequence[FleetNode], reports: Mapping[str, NodeReport | None]) -> bool:
-        """Whether nothing has changed that these nodes must be restarted for."""
-        found = {node.name: reports.get(node.name) for node in nodes}
-        return all(
-            report is not None and report.digest == node_digest(self._fleet, self._fleet.node(name))
-            for name, report in found.items()
-        )
+        """Whether nothing has changed that these nodes must be restarted for, and none of them has ended for good."""
+        return all(self._goes_on(node, reports.get(node.name)) for node in nodes)
+
+    def _goes_on(self, node: FleetNode, report: NodeReport | None) -> bool:
+        return report is not None and report.state not in ENDED and report.digest == node_digest(self._fleet, node)
 
     def _create(self, nodes: Sequence[FleetNode]) -> None:
         """Nodes that have workers together, or a single one."""
@@ -160,7 +174,7 @@ class FleetRollout:
             node.name
             for node in self._fleet.nodes
             if (report := reports.get(node.name)) is not None
-            and report.digest == node_digest(self._fleet, node)
+            and self._goes_on(node, report)
             and report.text != text_hash(self._text)
         ]
         self._cluster.update([actors[name] for name in stale], self._text)

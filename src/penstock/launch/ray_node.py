@@ -56,6 +56,8 @@ MAX_WATCH_S = 60.0
 """For a change of the node's state that somebody waits for."""
 DRAIN_LOOK_S = 1.0
 """Between two looks whether the Ray node is being drained."""
+START_AGAIN_S = 1.0
+"""Before a node that its host did not let start is started again."""
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -116,9 +118,14 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, signum)
 
+    def kill(self) -> None:
+        """It has ended on return."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+
     def wait(self) -> int | None:
         """Wait for its end; the exit code, negative for a signal, or None for one that is not ours."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # which needs no descriptor of its own
             selector.register(self.descriptor, selectors.EVENT_READ)
             selector.select()
         return None if self._own is None else self._own.wait()
@@ -217,15 +224,14 @@ class NodeProcess:
         self._thread.join()
 
     def _run(self) -> None:
-        pause_s = self._limits.backoff_first_s
-        found = self._taken_over()
-        while not self._stopping.is_set():
+        pause_s, has_run = self._limits.backoff_first_s, False
+        while True:
             try:
-                was_ready_s = self._run_once(found)
-            except OSError as error:
+                was_ready_s = self._run_once(None if has_run else self._taken_over())
+                has_run = True
+            except OSError as error:  # nothing runs that this process has started
                 self._ended(f"cannot be started: {error}")
                 was_ready_s = 0.0
-            found = None
             if was_ready_s >= self._limits.stable_s:
                 pause_s = self._limits.backoff_first_s
             if self._stopping.wait(pause_s):
@@ -245,15 +251,17 @@ class NodeProcess:
         self._lock.notify_all()
 
     def _taken_over(self) -> LeaseRecord | None:
-        """What the process before this one had started, if it still runs and may go on; it is ended if it may not."""
+        """What the process before this one had started, if it still runs and may go on; it is ended if it may not.
+
+        Raises OSError.
+        """
         record = None if self._lease is None else self._lease.read()
-        if record is None or start_ticks(record.pid) != record.started:
+        if record is None or record.started < 0 or start_ticks(record.pid) != record.started:
             return None
         if record.digest == self._digest:
             return record
-        with contextlib.suppress(OSError), contextlib.closing(_Child(record.pid)) as other:
-            other.send_signal(signal.SIGKILL)
-            other.wait()
+        with contextlib.suppress(ProcessLookupError), contextlib.closing(_Child(record.pid)) as other:
+            other.kill()
         return None
 
     def _run_once(self, found: LeaseRecord | None) -> float:
@@ -268,13 +276,19 @@ class NodeProcess:
             begin_bytes = output.tell()
             self._ready_after_s = ready_after_s
             self._enter("starting" if ready_after_s is None else "ready")
-        if self._stopping.is_set():  # before it was known
-            child.send_signal(signal.SIGTERM)
-        self._record(child.pid, ready_after_s)
-        ready_since = self._watch(child, began, None if ready_after_s is None else began)
-        code = child.wait()
-        self._ended(_why_ended(code, self.log_file, begin_bytes))
-        child.close()
+        with contextlib.closing(child):
+            if self._stopping.is_set():  # before it was known
+                child.send_signal(signal.SIGTERM)
+            self._record(child.pid, ready_after_s)
+            try:
+                ready_since = self._watch(child, began, None if ready_after_s is None else began)
+            except OSError:
+                child.kill()  # it would run on unwatched
+                with self._lock:
+                    self._process = None
+                raise
+            code = child.wait()
+            self._ended(_why_ended(code, self.log_file, begin_bytes))
         return 0.0 if ready_since is None else time.monotonic() - ready_since
 
     def _started(self, output: BinaryIO) -> _Child:
@@ -286,17 +300,26 @@ class NodeProcess:
             env=self._environ,
             start_new_session=True,
         )
-        return _Child(own.pid, own)
+        try:
+            return _Child(own.pid, own)
+        except OSError:  # it would run on unwatched
+            own.kill()
+            own.wait()
+            raise
 
     def _record(self, pid: int, ready_after_s: float | None) -> None:
-        """For the process that comes after this one."""
-        if self._lease is not None:
-            record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
+        """For the process that comes after this one.  The node goes on where it cannot be written."""
+        if self._lease is None:
+            return
+        record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
+        try:
             self._lease.write(record)
+        except OSError as error:
+            log.warning("the lease is not written, so no other actor can take the node over: %s", error)
 
     def _watch(self, child: _Child, began: float, ready_since: float | None) -> float | None:
         """Until it ends; returns since when it was ready, by the monotonic clock."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             selector.register(child.descriptor, selectors.EVENT_READ)
             selector.register(self._notified, selectors.EVENT_READ)
             while True:
@@ -357,15 +380,21 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-class StartedNode(NamedTuple):
-    """A node's process, and where its workers and gateways are reached."""
+class NodeEndpoints(NamedTuple):
+    """Where a node's workers and gateways are reached."""
 
-    process: NodeProcess
-    members: tuple[Member, ...]
-    gateways: tuple[Member, ...]
+    workers: tuple[Member, ...] = ()
+    gateways: tuple[Member, ...] = ()
 
 
-def started_node(order: NodeOrder, folder: Path) -> StartedNode:
+def node_endpoints(order: NodeOrder, folder: Path) -> NodeEndpoints:
+    """Return those of an order.  Raises as ``started_node``."""
+    fleet, node = order.parsed()
+    config = load_node(fleet, node, str(fleet_file_of(order, folder)))
+    return NodeEndpoints(node_members(fleet, node), node_gateways(node, config.port))
+
+
+def started_node(order: NodeOrder, folder: Path) -> NodeProcess:
     """``penstock node`` of an order, started or taken over; its file and its log are in ``folder``.
 
     Raises ConfigError, msgspec.ValidationError, OSError.
@@ -390,12 +419,13 @@ def started_node(order: NodeOrder, folder: Path) -> StartedNode:
     except BaseException:
         lease.close()  # a node of an earlier actor would otherwise go on without one
         raise
-    return StartedNode(process, node_members(fleet, node), node_gateways(node, config.port))
+    return process
 
 
 def fleet_file_of(order: NodeOrder, folder: Path) -> Path:
-    """Where a host has the fleet file of a node."""
-    return folder / f"penstock-{re.sub('[^A-Za-z0-9.]+', '-', order.fleet)}-{order.node}.toml"
+    """Where a host has the fleet file of a node.  A hash keeps fleets apart whose names look alike in it."""
+    fleet = f"{re.sub('[^A-Za-z0-9.]+', '-', order.fleet)}-{text_hash(order.fleet)[:8]}"
+    return folder / f"penstock-{fleet}-{order.node}.toml"
 
 
 def write_privately(file: Path, text: str) -> None:
@@ -421,6 +451,110 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+class NodeRunner:
+    """The node of an order.  One that its host does not let start, such as one whose lease the actor before this one
+    still holds, is tried again by a thread.  Thread-safe."""
+
+    def __init__(self, order: NodeOrder, folder: Path) -> None:
+        """``folder``: as ``started_node`` has it.  An error is reported, not raised."""
+        self.order = order
+        self._folder = folder
+        self._starting = threading.Lock()  # while the node is started, or its file is replaced
+        self._lock = threading.Condition()  # of what follows; notified when the state changes
+        self._process: NodeProcess | None = None
+        self._state: NodeState = "waiting"  # without a process
+        self._reason = ""
+        self._endpoints = NodeEndpoints()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._start_later, name="start of the node", daemon=True)
+        if not self._start():
+            self._thread.start()
+
+    def report(self) -> NodeReport:
+        """How the node is now.  Its members are told while it waits, too: the actor before this one may run it."""
+        with self._lock:
+            if self._process is not None:
+                return self._process.report(self.order, *self._endpoints)
+            return NodeReport(
+                node=self.order.node,
+                digest=self.order.digest,
+                state=self._state,
+                actor_pid=os.getpid(),
+                reason=self._reason,
+                members=self._endpoints.workers,
+                gateways=self._endpoints.gateways,
+            )
+
+    def wait_for_change(self, seen: str, timeout_s: float) -> None:
+        """Until its state is another one than ``seen``, at most so long."""
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            self._lock.wait_for(lambda: self._process is not None or self._state != seen, timeout_s)
+            process = self._process
+        if process is not None:
+            process.wait_for_change(seen, max(0.0, until - time.monotonic()))
+
+    def update(self, text: str) -> None:
+        """See ``FleetNodeActor.update``."""
+        newer = msgspec.structs.replace(self.order, text=text)
+        try:
+            if node_digest(*newer.parsed()) == self.order.digest:
+                with self._starting:
+                    write_privately(fleet_file_of(newer, self._folder), text)
+                    self.order = newer
+        except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
+            log.warning("the fleet file is not replaced: %s", error)
+
+    def begin_drain(self, reason: str) -> None:
+        """Let the node finish or move its requests and end; it is not started any more.  Idempotent."""
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None:
+                self._process.begin_drain(reason)
+            elif self._state != "stopped":
+                self._enter("stopped", reason)
+
+    def wait_drained(self) -> None:
+        """Until it has ended."""
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._process is not None:
+            self._process.wait_drained()
+
+    def _start_later(self) -> None:
+        while not self._stopping.wait(START_AGAIN_S) and not self._start():
+            pass
+
+    def _start(self) -> bool:
+        """Whether it has started or never will."""
+        try:
+            with self._starting:
+                self._endpoints = node_endpoints(self.order, self._folder)
+                process = started_node(self.order, self._folder)
+        except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError) as error:
+            with self._lock:
+                self._enter("stopped", str(error))
+            return True
+        except OSError as error:
+            with self._lock:
+                if not self._stopping.is_set():
+                    self._enter("waiting", f"cannot be started: {error}")
+            return False
+        with self._lock:
+            self._process = process
+            self._lock.notify_all()
+            if self._stopping.is_set():  # before it was known
+                process.begin_drain(self._reason)
+        return True
+
+    def _enter(self, state: NodeState, reason: str) -> None:
+        """With the lock."""
+        if reason != self._reason:
+            log.warning("the node is %s: %s", state, reason)
+        self._state, self._reason = state, reason[:REASON_CHARS]
+        self._lock.notify_all()
+
+
 class FleetNodeActor:
     """The class of the actors.  Methods return ``NodeReport`` as JSON, and may be called at the same time."""
 
@@ -429,68 +563,43 @@ class FleetNodeActor:
         import ray
         from ray._private import worker
 
-        self._order = msgspec.json.decode(order, type=NodeOrder)
+        started = msgspec.json.decode(order, type=NodeOrder)
         context = ray.get_runtime_context()
         self._ray_node = context.get_node_id()
         self._ray_address = ray.util.get_node_ip_address()
-        self._node: StartedNode | None = None
-        self._error = ""
-        try:
-            self._folder = Path(worker._global_node.get_logs_dir_path())
-            if context.was_current_actor_reconstructed:
-                self._order = latest_order(self._order, self._folder)
-            self._node = started_node(self._order, self._folder)
-        except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
-            self._error = str(error)[:REASON_CHARS]
-        else:
-            watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._node.process.begin_drain))
-            watch.daemon = True
-            watch.start()
+        folder = Path(worker._global_node.get_logs_dir_path())
+        again = context.was_current_actor_reconstructed
+        self._node = NodeRunner(latest_order(started, folder) if again else started, folder)
+        watch = threading.Thread(
+            target=_drain_with_ray_node, args=(self._ray_node, self._node.begin_drain), daemon=True
+        )
+        watch.start()
 
     def watch(self, seen: str, timeout_s: float) -> bytes:
         """How the node is as soon as its state is another one than ``seen``, or when so long has passed."""
-        limit_s = max(0.0, min(timeout_s, MAX_WATCH_S))
-        if self._node is not None:
-            self._node.process.wait_for_change(seen, limit_s)
-        elif seen == "stopped":
-            time.sleep(limit_s)  # nothing will change
+        self._node.wait_for_change(seen, max(0.0, min(timeout_s, MAX_WATCH_S)))
         return self.report()
 
     def report(self) -> bytes:
         """How the node is now."""
-        if self._node is None:
-            found = NodeReport(
-                node=self._order.node,
-                digest=self._order.digest,
-                state="stopped",
-                actor_pid=os.getpid(),
-                reason=self._error,
-            )
-        else:
-            found = self._node.process.report(self._order, self._node.members, self._node.gateways)
-        return msgspec.json.encode(
-            msgspec.structs.replace(
-                found, ray_node=self._ray_node, ray_address=self._ray_address, text=text_hash(self._order.text)
-            )
+        found = msgspec.structs.replace(
+            self._node.report(),
+            ray_node=self._ray_node,
+            ray_address=self._ray_address,
+            text=text_hash(self._node.order.text),
         )
+        return msgspec.json.encode(found)
 
     def update(self, text: str) -> bytes:
         """The fleet file has another text, of which nothing concerns this node but the other nodes' workers: its
         gateways follow the file.  A text that would need a restart is not taken."""
-        newer = msgspec.structs.replace(self._order, text=text)
-        try:
-            if node_digest(*newer.parsed()) == self._order.digest:
-                write_privately(fleet_file_of(newer, self._folder), text)
-                self._order = newer
-        except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
-            log.warning("the fleet file is not replaced: %s", error)
+        self._node.update(text)
         return self.report()
 
     def drain(self) -> bytes:
         """Drain the node, and report when it has ended."""
-        if self._node is not None:
-            self._node.process.begin_drain("drained by `penstock ray`")
-            self._node.process.wait_drained()
+        self._node.begin_drain("drained by `penstock ray`")
+        self._node.wait_drained()
         return self.report()
 
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.config.fleet_file import FleetFile, FleetNode, WorkerGroup
 from penstock.errors import PenstockError
 from penstock.launch.ray_cluster import NodeActor, RayNode
 from penstock.launch.ray_fleet import FleetRollout
-from penstock.launch.ray_node import NodeOrder, NodeReport, node_digest
+from penstock.launch.ray_node import NodeOrder, NodeReport, NodeState, node_digest
 
 
 def node(number: int) -> FleetNode:
@@ -25,11 +26,23 @@ def node(number: int) -> FleetNode:
 
 
 class Cluster:
-    """Actors that are placed report that their nodes are ready; those in ``unplaced`` never are."""
+    """Actors that are placed report that their nodes are ready; those in ``unplaced`` never are.
 
-    def __init__(self, fleet: FleetFile, unplaced: Sequence[str]) -> None:
+    ``states``: of nodes that are not ready until they are restarted; ``silent``: how often actors do not answer.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetFile,
+        unplaced: Sequence[str] = (),
+        states: Mapping[str, NodeState] = MappingProxyType({}),
+        silent: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._unplaced = unplaced
         self._digests = {node.name: node_digest(fleet, node) for node in fleet.nodes}
+        self._states = dict(states)
+        self._silent = dict(silent)
+        self.created: list[str] = []
         self.updated: list[str] = []
 
     def keeps_its_state(self) -> bool:
@@ -44,17 +57,28 @@ class Cluster:
             for name in self._digests
         }
 
-    def reports(self, actors: Sequence[NodeActor]) -> dict[str, NodeReport | None]:
-        return {
-            actor.node: None
-            if actor.node in self._unplaced
-            else NodeReport(node=actor.node, digest=self._digests[actor.node], state="ready", text="the old one's")
-            for actor in actors
-        }
+    def reports(self, actors: Sequence[NodeActor], _timeout_s: float = 5.0) -> dict[str, NodeReport | None]:
+        return {actor.node: self._report(actor.node) for actor in actors}
+
+    def _report(self, name: str) -> NodeReport | None:
+        left = self._silent.get(name, 0)
+        self._silent[name] = max(0, left - 1)
+        if name in self._unplaced or left:
+            return None
+        state = self._states.get(name, "ready")
+        return NodeReport(node=name, digest=self._digests[name], state=state, text="the old one's")
 
     def create(self, orders: Sequence[tuple[NodeOrder, FleetNode]]) -> None:
         for order, _ in orders:
             self._digests[order.node] = order.digest
+            self._states.pop(order.node, None)
+            self.created.append(order.node)
+
+    def drain(self, actor: NodeActor) -> str:
+        return actor.node
+
+    def wait_drained(self, _node: str, _timeout_s: float) -> bool:
+        return True
 
     def remove(self, actors: Sequence[NodeActor], _fleet: str) -> None:
         for actor in actors:
@@ -76,3 +100,25 @@ def test_nodes_that_go_on_are_given_the_file_also_while_a_host_is_down() -> None
         FleetRollout(cluster, after, "the new text", said.append).up(0.0)
     assert "n2: new" in said
     assert cluster.updated == ["n0"], "its gateway follows the file"
+
+
+@pytest.mark.parametrize("state", ["stopped", "draining"])
+def test_a_node_that_has_ended_is_restarted_though_the_file_is_the_same(state: NodeState) -> None:
+    """As one whose host had no keys, which have been copied since."""
+    fleet = FleetFile(name="f", keys="/keys", nodes=(node(0), node(1)))
+    cluster: Any = Cluster(fleet, states={"n1": state})
+    said: list[str] = []
+    FleetRollout(cluster, fleet, "the text", said.append).up(0.0)
+    assert said[:2] == ["n0: as it was", f"n1: {state}, made anew"]
+    assert cluster.created == ["n1"]
+    assert cluster.updated == ["n0"]
+
+
+@pytest.mark.parametrize(("times", "created"), [(1, []), (2, ["n1"])])
+def test_an_actor_that_is_slow_to_answer_is_asked_again(times: int, created: list[str]) -> None:
+    fleet = FleetFile(name="f", keys="/keys", nodes=(node(0), node(1)))
+    cluster: Any = Cluster(fleet, silent={"n1": times})
+    said: list[str] = []
+    FleetRollout(cluster, fleet, "the text", said.append).up(0.0)
+    assert said[:2] == ["n0: as it was", "n1: made anew" if created else "n1: as it was"]
+    assert cluster.created == created

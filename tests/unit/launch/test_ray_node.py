@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, RayPlacement, WorkerGroup, parse_fleet
 from penstock.config.limits import SuperviseConfig
-from penstock.launch import node_lease
+from penstock.launch import node_lease, ray_node
 from penstock.launch.members.file import node_gateways, node_members
 from penstock.launch.node_lease import LEASE_S, LeaseHolder, LeaseRecord, LeaseWatch, start_ticks
 from penstock.launch.ray_cluster import NodeActor, actor_name, describe, keeps_its_state, node_of_actor
@@ -25,6 +26,7 @@ from penstock.launch.ray_node import (
     NodeOrder,
     NodeProcess,
     NodeReport,
+    NodeRunner,
     child_environ,
     fleet_file_of,
     latest_order,
@@ -122,6 +124,53 @@ def test_a_command_that_is_not_there_is_reported(tmp_path: Path) -> None:
     process.wait_drained()
 
 
+class FullDiskLease(LeaseHolder):
+    """It cannot be written the first time."""
+
+    full = True
+
+    def write(self, record: LeaseRecord) -> None:
+        if self.full:
+            self.full = False
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(record)
+
+
+def test_a_lease_that_cannot_be_written_starts_no_second_child(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    tells_pid = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True)"
+    command = [sys.executable, "-c", tells_pid + CHILD]
+    lease = FullDiskLease(tmp_path / "lease")
+    process = NodeProcess(command, child_environ(os.environ), tmp_path / "log", LIMITS, lease=lease)
+    process.start()
+    try:
+        wait_for(lambda: process.state == "ready")
+        report = process.report(ORDER)
+        assert (report.restarts, report.reason) == (0, "")
+    finally:
+        process.begin_drain("the test ends")
+        process.wait_drained()
+    assert [int(line) for line in pids.read_text().split()] == [report.pid]
+    assert is_gone(report.pid)
+
+
+def test_a_child_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, pidfd_open = [], os.pidfd_open
+
+    def opened(pid: int) -> int:
+        pids.append(pid)
+        if len(pids) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", opened)
+    with child(tmp_path) as process:
+        wait_for(lambda: process.state == "ready")
+        assert is_gone(pids[0])
+        assert process.report(ORDER).pid == pids[1]
+        assert process.report(ORDER).reason == "cannot be started: [Errno 24] Too many open files"
+
+
 def test_a_node_ends_with_the_process_that_started_it() -> None:
     """``penstock node --end-with-parent`` is killed by the kernel, so that whoever comes next finds its ports free."""
     middle = textwrap.dedent(
@@ -203,20 +252,26 @@ def test_an_actor_that_is_started_again_goes_on_with_the_latest_text(tmp_path: P
         assert latest_order(order, tmp_path) == order, "it is of another node than this order's"
 
 
+def test_nodes_of_fleets_with_similar_names_have_files_of_their_own(tmp_path: Path) -> None:
+    places = [("llm", "prod-a"), ("llm-prod", "a"), ("llm prod", "a"), ("llm/prod", "a")]
+    orders = [msgspec.structs.replace(ORDER, fleet=fleet, node=node) for fleet, node in places]
+    assert len({fleet_file_of(order, tmp_path) for order in orders}) == len(places)
+
+
 def test_a_node_whose_file_another_actor_has_leaves_it_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of two fleets whose names differ in a blank and a dash."""
+    """As the actor before this one may have it."""
     monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.1)
     node = 'name = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
     text = f'name = "f g"\nkeys = "/keys"\n[[nodes]]\n{node}'
     order = NodeOrder(fleet="f g", node="a", text=text, digest="d")
-    file = fleet_file_of(msgspec.structs.replace(order, fleet="f-g"), tmp_path)
-    write_privately(file, "of the other fleet")
+    file = fleet_file_of(order, tmp_path)
+    write_privately(file, "of the other actor")
     other = LeaseHolder(file.with_suffix(".lease"))
     with pytest.raises(TimeoutError, match="is locked by another process"):
         started_node(order, tmp_path)
-    assert file.read_text() == "of the other fleet"
+    assert file.read_text() == "of the other actor"
     other.close()
 
 
@@ -229,6 +284,61 @@ def test_a_node_whose_file_cannot_be_written_leaves_no_lease_behind(tmp_path: Pa
     with pytest.raises(OSError, match="Is a directory"):
         started_node(order, tmp_path)
     LeaseHolder(file.with_suffix(".lease")).close()
+
+
+@pytest.fixture
+def abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NodeOrder, LeaseHolder, int]]:
+    """An order whose node runs and whose lease another actor still holds: the order, the lease, the process."""
+    monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.05)
+    monkeypatch.setattr(ray_node, "START_AGAIN_S", 0.01)
+    node = 'name = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    order = NodeOrder(fleet="f", node="a", text=f'name = "f"\nkeys = "/keys"\n[[nodes]]\n{node}', digest="d")
+    with subprocess.Popen([sys.executable, "-c", CHILD]) as running:
+        lease = LeaseHolder(fleet_file_of(order, tmp_path).with_suffix(".lease"))
+        started = start_ticks(running.pid)
+        lease.write(LeaseRecord(pid=running.pid, started=started, digest="d", ready_after_s=1.0))
+        yield order, lease, running.pid
+        running.kill()
+
+
+def test_a_node_is_taken_over_however_long_its_lease_was_held(
+    tmp_path: Path, abandoned: tuple[NodeOrder, LeaseHolder, int]
+) -> None:
+    """As when the actor before this one is on a busy host, or stopped."""
+    order, lease, pid = abandoned
+    node = NodeRunner(order, tmp_path)
+    waits = node.report()
+    assert (waits.state, waits.pid) == ("waiting", 0)
+    assert "is locked by another process" in waits.reason
+    assert [member.name for member in waits.members] == ["a-both-0"], "gateways keep it"
+    lease.close()
+    node.wait_for_change("waiting", 60.0)
+    wait_for(lambda: node.report().state == "ready")
+    assert node.report().pid == pid
+    node.begin_drain("enough")
+    node.wait_drained()
+    assert (node.report().state, node.report().reason) == ("stopped", "enough")
+    wait_for(lambda: is_gone(pid))
+
+
+def test_a_node_that_is_drained_before_it_could_start_never_does(
+    tmp_path: Path, abandoned: tuple[NodeOrder, LeaseHolder, int]
+) -> None:
+    order, lease, pid = abandoned
+    node = NodeRunner(order, tmp_path)
+    node.begin_drain("enough")
+    node.wait_drained()
+    lease.close()
+    assert (node.report().state, node.report().reason) == ("stopped", "enough")
+    assert not is_gone(pid)
+
+
+def test_a_node_whose_settings_are_wrong_is_not_tried_again(tmp_path: Path) -> None:
+    text = 'name = "f"\n[[nodes]]\nname = "a"\naddress = "10.0.0.1"\ngateways = 1\nworkers = [{ count = 1 }]\n'
+    node = NodeRunner(NodeOrder(fleet="f", node="a", text=text, digest="d"), tmp_path)
+    assert node.report().state == "stopped"
+    assert "keys is missing" in node.report().reason
+    node.wait_drained()
 
 
 def test_a_change_of_state_is_waited_for(tmp_path: Path) -> None:
