@@ -224,11 +224,6 @@ class KeyHomes(Protocol):
     """The homes of keys, of which all gateways of the service ask the same one about a key
     (``router.idempotency_homes``)."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other gateway, as far as known."""
-        ...
-
     def digest(self, name: bytes) -> bytes:
         """What homes know instead of a key or a tenant."""
         ...
@@ -280,9 +275,9 @@ class KeyClaim:
     ) -> Self:
         """A claim on the key.  Raises KeyReused.
 
-        Waits for the home's answer if there are other gateways, and for saved tokens of a request that another gateway
-        has had.  Where such are found first, the home's answer is not waited for: only this very request has their
-        names.
+        Waits for the home's answer, and for saved tokens of a request that another gateway has had: also where there
+        is no other gateway any more.  Where such are found first, the home's answer is not waited for: only this very
+        request has their names.
         """
         claim = cls(homes, keyed, resume_keys)
         homes.send(msgspec.structs.replace(claim._message, running=True), claim._on_state)
@@ -313,7 +308,7 @@ class KeyClaim:
         if self._has_found():
             return True
         is_searching = self._searching and not self._searched
-        return (self._answered or self.homes.is_alone) and not is_searching
+        return self._answered and not is_searching
 
     def _on_state(self, state: IdempotencyKeyState | None) -> None:
         self._answered = True
