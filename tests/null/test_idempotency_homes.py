@@ -7,6 +7,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ class GatewayHomes:
     name: str
     delivers: int = 1 << 30  # of its messages
     unanswered: set[int] = field(default_factory=set)  # and not delivered, counted from 1
+    held: list[Callable[[], None]] | None = None  # answers that are still to come; None: they come at once
     said: int = 0
     tokens: list[tuple[int, int, int]] = field(default_factory=list)
     searches: int = 0  # for saved tokens
@@ -79,7 +81,9 @@ class GatewayHomes:
             state = self.home.claims.on_claim(
                 process, message, lambda other: other.name not in self.home.gone, self.home.clock.now()
             )
-        if on_state is not None:
+        if on_state is not None and self.held is not None:
+            self.held.append(partial(on_state, state))
+        elif on_state is not None:
             on_state(state)
 
     def find_saved(
@@ -215,6 +219,53 @@ async def test_what_was_refused_before_it_began_is_no_other_gateways_either() ->
         assert len(home.claims) == 0
         other = await at_b.post(TEXT, BODY | {"max_tokens": 5}, headers=HEADERS)
         assert other.status_code == 200
+
+
+async def begin_claims(gateway: Gateway, on: Stage, count: int = 2) -> list[asyncio.Task[str]]:
+    """Requests with one key that wait for the home's answers, which come with ``answer_claims``."""
+    gateway.homes.held, tasks = [], list[asyncio.Task[str]]()
+    for number in range(count):
+        tasks.append(asyncio.create_task(whole(on)))
+        async with asyncio.timeout(60):
+            while len(gateway.homes.held) <= number:
+                await asyncio.sleep(0)
+    return tasks
+
+
+def answer_claims(gateway: Gateway) -> None:
+    held, gateway.homes.held = gateway.homes.held, None
+    for answer in held or ():
+        answer()
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+async def test_a_request_that_leaves_does_not_withdraw_the_claim_of_another(leaves: int) -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    async with a.scene as at_a, b.scene as at_b:
+        a.streams.gate = asyncio.Event()
+        tasks = await begin_claims(a, at_a)
+        tasks[leaves].cancel()
+        await asyncio.wait([tasks[leaves]])
+        answer_claims(a)
+        await a.streams.until(opened=1)
+        await whole(at_b)
+        assert (b.met, b.deferred) == ([KeyOutcome.SHARED], [True])
+        assert b.homes.counted[:2] == (0, 0), "the first still runs, and counts"
+        a.streams.gate.set()
+        await tasks[1 - leaves]
+    assert sums(a, b)[:3] == (1, len(b.streams.opened[0].prompt), 40)
+
+
+async def test_the_last_request_that_leaves_withdraws_the_claim() -> None:
+    home = Home()
+    a = Gateway(home, "a")
+    async with a.scene as at_a:
+        for task in await begin_claims(a, at_a):
+            assert len(home.claims) == 1
+            task.cancel()
+            await asyncio.wait([task])
+        assert len(home.claims) == 0
 
 
 async def test_what_failed_before_its_first_token_counts_where_it_is_sent_next() -> None:

@@ -193,9 +193,11 @@ async def claim(town: Town2, router: RouterService, number: int, mark: int = 1) 
         key=bytes([number]), name=str(number), seed=1, mark=f"{mark:016x}", signer=EventSigner(b"", b"")
     )
     resume = ResumeKey(homes.digest(keyed.key), homes.digest(b"tokens of %d" % number), IDENTITY)
-    task = asyncio.create_task(KeyClaim.of(homes, keyed, {0: resume}))
+    made = KeyClaim(homes, keyed, {0: resume})
+    task = asyncio.create_task(made.open())
     await town.until(task.done, seconds=0.02)
-    return task.result()
+    task.result()
+    return made
 
 
 def keepers(town: Town2) -> list[str]:

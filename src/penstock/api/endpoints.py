@@ -379,11 +379,13 @@ class Endpoints:
         homes = self._behind.key_homes
         if homes is None or len(requests) > MAX_CLAIMED_CHOICES or self._idempotency.has_stream(keyed):
             return None
+        claim = KeyClaim(homes, keyed, resume_keys(homes, keyed, requests, identity))
         try:
-            return await KeyClaim.of(homes, keyed, resume_keys(homes, keyed, requests, identity))
+            await self._idempotency.open_claim(keyed, claim)
         except KeyReused:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
+        return claim
 
     def _source(
         self,

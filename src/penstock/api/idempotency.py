@@ -269,32 +269,23 @@ class KeyClaim:
         self._answered = self._searching = self._searched = False
         self._news = asyncio.Event()
 
-    @classmethod
-    async def of(
-        cls, homes: KeyHomes, keyed: IdempotentRequest, resume_keys: Mapping[int, ResumeKey] = NO_RESUME_KEYS
-    ) -> Self:
-        """A claim on the key.  Raises KeyReused.
+    async def open(self) -> None:
+        """Claims the key (``IdempotencyCache.open_claim``).  Raises KeyReused.
 
         Waits for the home's answer, and for saved tokens of a request that another gateway has had: also where there
         is no other gateway any more.  Where such are found first, the home's answer is not waited for: only this very
         request has their names.
         """
-        claim = cls(homes, keyed, resume_keys)
-        homes.send(msgspec.structs.replace(claim._message, running=True), claim._on_state)
-        try:
-            claim._search_if_useful()
-            while not claim._is_settled():
-                claim._news.clear()
-                await claim._news.wait()
-                claim._search_if_useful()
-        except asyncio.CancelledError:
-            claim.end(withdrawn=True)
-            raise
-        if claim.state is None and claim._has_found():
-            claim.state = IdempotencyKeyState(serial=0, status=IdempotencyKeyStatus.KNOWN)
-        if claim.state is not None and claim.state.status is IdempotencyKeyStatus.REUSED:
+        self.homes.send(msgspec.structs.replace(self._message, running=True), self._on_state)
+        self._search_if_useful()
+        while not self._is_settled():
+            self._news.clear()
+            await self._news.wait()
+            self._search_if_useful()
+        if self.state is None and self._has_found():
+            self.state = IdempotencyKeyState(serial=0, status=IdempotencyKeyStatus.KNOWN)
+        if self.state is not None and self.state.status is IdempotencyKeyStatus.REUSED:
             raise _key_reused()
-        return claim
 
     def _search_if_useful(self) -> None:
         """Begin the search for saved tokens once it may find some."""
@@ -606,6 +597,7 @@ class IdempotencyCache:
         self._limits = limits
         self._clock = clock
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._claiming: dict[tuple[bytes, str], int] = {}  # requests whose claims are being opened, by key and mark
         self._told: OrderedDict[bytes, None] = OrderedDict()  # keys of answers that are kept whole, oldest first
         self.tokens = 0  # the weight of those
 
@@ -618,6 +610,30 @@ class IdempotencyCache:
         if entry is None or entry.answer is None or entry.answer.failed:
             return False
         return entry.until > self._clock.now() or self._runs(entry)
+
+    async def open_claim(self, keyed: IdempotentRequest, claim: KeyClaim) -> None:
+        """``KeyClaim.open``.  Raises KeyReused.
+
+        The home knows one claim of this gateway, however many requests with the key are here: the last one that is
+        cancelled before any of them is computed withdraws it.
+        """
+        name = keyed.key, keyed.mark
+        self._claiming[name] = self._claiming.get(name, 0) + 1
+        try:
+            await claim.open()
+        except asyncio.CancelledError:
+            if self._claiming[name] == 1 and not self._has_running(keyed):
+                claim.end(withdrawn=True)
+            raise
+        finally:
+            self._claiming[name] -= 1
+            if not self._claiming[name]:
+                del self._claiming[name]
+
+    def _has_running(self, keyed: IdempotentRequest) -> bool:
+        """Whether another request with this key and body is computed, or is about to be."""
+        entry = self._entries.get(keyed.key)
+        return entry is not None and entry.mark == keyed.mark and self._runs(entry)
 
     def lookup(
         self, keyed: IdempotentRequest, streams: TokenStreamSource, claim: KeyClaim | None = None
@@ -659,7 +675,7 @@ class IdempotencyCache:
         entry = self._entries.get(keyed.key)
         if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.is_started:
             return
-        if answer.claim is not None:
+        if answer.claim is not None and (keyed.key, keyed.mark) not in self._claiming:
             answer.claim.end(withdrawn=True)
         self._forget_tokens(entry)
         if not entry.has_sent:
