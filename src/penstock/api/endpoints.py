@@ -413,7 +413,8 @@ class Endpoints:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
         self._behind.count_key_outcome(outcome)
-        computed = outcome not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED)
+        # The one that an answer was begun by may be refused, or leave, before it is started: then this one starts it.
+        computed = outcome not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED) or not shared.is_started
         if cached is not None and computed:
             cached.lookup()
         charge = UsageCharge(charge_id=name, repeated=outcome is not KeyOutcome.NEW)

@@ -495,6 +495,7 @@ class CachedStream:
         self.rated, self.metered = UsageDedup(), metered
         self.claim = claim
         self.is_deferred = claim is not None and claim.is_shared  # its tokens are counted at its end
+        self.consumers = 0  # requests with its key: between ``IdempotencyCache.lookup`` and ``release``
         self._streams = streams
         self._grace_s = grace_s
         self._over = over
@@ -665,15 +666,17 @@ class IdempotencyCache:
             grace_s = self._limits.resume_grace_s
             ended = partial(self._ended, keyed.key)
             answer = entry.answer = CachedStream(streams, grace_s, ended, entry.metered, claim)
+        answer.consumers += 1
         entry.until = now + self._limits.idempotency_s
         self._entries.move_to_end(keyed.key)
         self._make_room(now)  # it may take this entry, too
         return answer, met
 
     def release(self, keyed: IdempotentRequest, answer: CachedStream) -> None:
-        """A consumer is done.  A stream that was never started, because the request was refused, is removed."""
+        """A consumer is done.  A stream that was never started, because all requests were refused, is removed."""
+        answer.consumers -= 1
         entry = self._entries.get(keyed.key)
-        if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.is_started:
+        if answer.consumers or answer.is_started or entry is None or entry.answer is not answer:
             return
         if answer.claim is not None and (keyed.key, keyed.mark) not in self._claiming:
             answer.claim.end(withdrawn=True)
