@@ -146,7 +146,7 @@ MESSAGES: list[WireMessage] = [
     AdapterChanged(serial=3, record=ADAPTER),
     AdapterNames(records=(ADAPTER,)),
     ClaimIdempotencyKey(key=bytes(16), tenant=bytes(16), mark=bytes(8), serial=3, running=True, sent=(7, 0)),
-    IdempotencyKeyState(serial=3, status=IdempotencyKeyStatus.RUNNING, sent=(7, 0), gateways=2),
+    IdempotencyKeyState(serial=3, status=IdempotencyKeyStatus.RUNNING, sent=(7, 0)),
     SaveTokens(pieces=(SavedPiece(bytes(16), 2, bytes(8)),)),
     FindTokens(serial=3, names=(bytes(16),)),
     FoundTokens(serial=3, tokens=(bytes(8), b"")),

@@ -7,6 +7,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ from msgspec import structs
 
 from penstock.api.auth import StaticApiKeys, Tenant
 from penstock.api.idempotency import KeyOutcome
+from penstock.api.load_shedding import BucketCharge
+from penstock.api.response_cache import ResponseCache
 from penstock.clock import VirtualClock
 from penstock.config.limits import RequestLimits
 from penstock.config.schema import GatewayConfig
 from penstock.engine.service.idempotency_claims import GatewayProcess, IdempotencyClaims
 from penstock.engine.service.saved_tokens import SavedTokens
 from penstock.errors import NoWorkers
+from penstock.interfaces import BucketLevel
 from penstock.router.home_calls import ANSWER_S
 from penstock.router.idempotency_homes import IdempotencyHomes
 from penstock.router.service import RouterService
@@ -59,9 +63,9 @@ class GatewayHomes:
 
     home: Home
     name: str
-    is_alone: bool = False
     delivers: int = 1 << 30  # of its messages
     unanswered: set[int] = field(default_factory=set)  # and not delivered, counted from 1
+    held: asyncio.Queue[Callable[[], None]] | None = None  # answers that are still to come; None: they come at once
     said: int = 0
     tokens: list[tuple[int, int, int]] = field(default_factory=list)
     searches: int = 0  # for saved tokens
@@ -80,7 +84,9 @@ class GatewayHomes:
             state = self.home.claims.on_claim(
                 process, message, lambda other: other.name not in self.home.gone, self.home.clock.now()
             )
-        if on_state is not None:
+        if on_state is not None and self.held is not None:
+            self.held.put_nowait(partial(on_state, state))
+        elif on_state is not None:
             on_state(state)
 
     def find_saved(
@@ -218,6 +224,114 @@ async def test_what_was_refused_before_it_began_is_no_other_gateways_either() ->
         assert other.status_code == 200
 
 
+async def begin_claims(gateway: Gateway, on: Stage) -> tuple[list[asyncio.Task[str]], list[Callable[[], None]]]:
+    """Two requests with one key that wait for the home's answers, and these."""
+    held = gateway.homes.held = asyncio.Queue()
+    tasks, answers = list[asyncio.Task[str]](), list[Callable[[], None]]()
+    for _ in range(2):
+        tasks.append(asyncio.create_task(whole(on)))
+        async with asyncio.timeout(60):
+            answers.append(await held.get())
+    gateway.homes.held = None
+    return tasks, answers
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+async def test_a_request_that_leaves_does_not_withdraw_the_claim_of_another(leaves: int) -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    async with a.scene as at_a, b.scene as at_b:
+        a.streams.gate = asyncio.Event()
+        tasks, answers = await begin_claims(a, at_a)
+        tasks[leaves].cancel()
+        await asyncio.wait([tasks[leaves]])
+        for answer in answers:
+            answer()
+        await a.streams.until(opened=1)
+        await whole(at_b)
+        assert (b.met, b.deferred) == ([KeyOutcome.SHARED], [True])
+        assert b.homes.counted[:2] == (0, 0), "the first still runs, and counts"
+        a.streams.gate.set()
+        await tasks[1 - leaves]
+    assert sums(a, b)[:3] == (1, len(b.streams.opened[0].prompt), 40)
+
+
+async def test_the_last_request_that_leaves_withdraws_the_claim() -> None:
+    home = Home()
+    a = Gateway(home, "a")
+    async with a.scene as at_a:
+        tasks, _ = await begin_claims(a, at_a)
+        for task in tasks:
+            assert len(home.claims) == 1
+            task.cancel()
+            await asyncio.wait([task])
+        assert len(home.claims) == 0
+
+
+@dataclass
+class HeldBuckets:
+    """``ExactRates`` whose buckets hold ``left``.  Charges are asked for in ``asked``, and answered with ``answers``."""
+
+    left: float
+    is_up: bool = True
+    asked: asyncio.Queue[dict[str, int]] = field(default_factory=asyncio.Queue)
+    answers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+
+    async def charge_buckets(
+        self, tenant: str, charges: Sequence[BucketCharge], filled: Sequence[float], *, force: bool = False
+    ) -> list[BucketLevel]:
+        self.asked.put_nowait({each.unit: each.amount for each in charges})
+        await self.answers.acquire()
+        return [BucketLevel(self.left) for _ in charges]
+
+    def charge_later(self, tenant: str, charge: BucketCharge, filled: float) -> None:
+        """Of responses."""
+
+    async def next_charge(self) -> int:
+        """Prompt tokens of the next request that waits for its answer."""
+        async with asyncio.timeout(60):
+            return (await self.asked.get())["prompt tokens"]
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_repeat_of_a_request_that_is_refused_or_leaves_is_charged_as_the_first(
+    *, leaves: bool, has_cache: bool
+) -> None:
+    """While the first waits for its admission, the second may be the one that is computed."""
+    home, buckets = Home(), HeldBuckets(1e6 if leaves else 0.0)
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    a.scene = stage(
+        a.streams,
+        ring=RING,
+        key_homes=a.homes,
+        exact_rates=buckets,
+        response_cache=ResponseCache(1 << 20) if has_cache else None,
+        levels=a.meter,
+        count_key_outcome=a.met.append,
+    )
+    async with a.scene as at_a, b.scene as at_b:
+        first = asyncio.create_task(at_a.post(TEXT, BODY, headers=HEADERS))
+        charge = await buckets.next_charge()
+        second = asyncio.create_task(at_a.post(TEXT, BODY, headers=HEADERS))
+        assert await buckets.next_charge() == charge > 0
+        assert a.met == [KeyOutcome.NEW, KeyOutcome.JOINED]
+        if leaves:
+            first.cancel()
+            await asyncio.wait([first])
+            assert len(home.claims) == 1, "the second has the request"
+        for _ in range(2):
+            buckets.answers.release()
+        if not leaves:
+            assert [(await task).status_code for task in (first, second)] == [429, 429]
+            assert (len(a.streams.opened), len(home.claims)) == (0, 0)
+            return
+        assert (await second).status_code == 200
+        await whole(at_b)
+        assert a.usage == sums(a, b) == (1, len(a.streams.opened[0].prompt), 40, 0, 0)
+        assert b.met == [KeyOutcome.SHARED]
+
+
 async def test_what_failed_before_its_first_token_counts_where_it_is_sent_next() -> None:
     home = Home()
     a, b = Gateway(home, "a"), Gateway(home, "b")
@@ -319,7 +433,7 @@ async def test_all_gateways_ask_the_same_worker_about_a_key_and_workers_share_th
         for key in range(60):
             state = await say(town, town.router.idempotency, key)
             assert state is not None
-            assert (state.status, state.gateways) == (IdempotencyKeyStatus.NEW, 2)
+            assert state.status is IdempotencyKeyStatus.NEW
         for key in range(60):
             state = await say(town, other.idempotency, key)
             assert state is not None
@@ -327,7 +441,6 @@ async def test_all_gateways_ask_the_same_worker_about_a_key_and_workers_share_th
         parts = [len(town.worker(name).mailbox.exchange.claims) for name in town.alive]
         assert sum(parts) == 60
         assert min(parts) >= 10
-        assert not town.router.idempotency.is_alone
 
 
 async def test_a_home_that_dies_or_hangs_holds_up_nothing() -> None:
@@ -371,4 +484,3 @@ async def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
         await town.until(lambda: bool(got), seconds=0.02)
         assert got[0] is not None
         assert got[0].status is IdempotencyKeyStatus.NEW
-        assert homes.is_alone

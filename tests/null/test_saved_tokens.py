@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from penstock.api.idempotency import KeyOutcome
+from penstock.api.idempotency import IdempotentRequest, KeyClaim, KeyOutcome
 from penstock.api.response_cache import ResponseCache
 from penstock.api.resumed_streams import usable_tokens
+from penstock.api.sse import EventSigner
 from penstock.config.limits import FailoverConfig, RequestLimits
+from penstock.errors import KeyReused
 from penstock.router import home_calls
 from penstock.router.home_calls import ANSWER_S
 from penstock.router.service import RouterService
 from penstock.types import ResumeKey, SamplingParams, WorkerId, WorkerState
-from penstock.wire.gateway_messages import FoundTokens, SavedPiece
+from penstock.wire.gateway_messages import FoundTokens, SavedPiece, SaveTokens
 from penstock.wire.supervisor_messages import WorkerDown
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Event, Stage, events_of, stage
@@ -184,6 +186,20 @@ async def find(town: Town2, router: RouterService, resume: ResumeKey = RESUME) -
     return tokens
 
 
+async def claim(town: Town2, router: RouterService, number: int, mark: int = 1) -> KeyClaim:
+    """A gateway's claim on this key, after all that it waits for.  Raises KeyReused."""
+    homes = router.idempotency
+    keyed = IdempotentRequest(
+        key=bytes([number]), name=str(number), seed=1, mark=f"{mark:016x}", signer=EventSigner(b"", b"")
+    )
+    resume = ResumeKey(homes.digest(keyed.key), homes.digest(b"tokens of %d" % number), IDENTITY)
+    made = KeyClaim(homes, keyed, {0: resume})
+    task = asyncio.create_task(made.open())
+    await town.until(task.done, seconds=0.02)
+    task.result()
+    return made
+
+
 def keepers(town: Town2) -> list[str]:
     """Workers that have saved something."""
     return [name for name in town.alive if len(town.worker(name).mailbox.exchange.saved)]
@@ -208,6 +224,34 @@ async def test_another_gateway_finds_what_one_has_saved_and_goes_on_from_it() ->
         assert [*known, *second.tokens] == client.truth()
         assert len(await find(town, other)) <= 150
         assert not len(town.router._saved)
+
+
+async def test_the_last_gateway_takes_over_all_keys_of_another_that_is_gone() -> None:
+    """Also after an answer by which there is no other gateway any more."""
+    async with Town2("both-0", "both-1") as town:
+        other = town.add_gateway("other")
+        await town.until(other.ready, seconds=0.1)
+        for number in range(3):
+            began = await claim(town, other, number)
+            assert not began.is_shared
+            resume = began.take_resume_key(0)
+            assert resume is not None
+            other._homes.possible_links(resume.key)[0].send(
+                SaveTokens(pieces=(SavedPiece(resume.name, 0, array("I", range(1, 5)).tobytes()),))
+            )
+        await town.turn(0.02)
+        town.others.remove(other)
+        await other.close()
+        requests = [town.worker(name).mailbox._requests for name in town.alive]
+        await town.until(lambda: all(len(each.gateways()) == 1 for each in requests), seconds=0.05)
+        for number in range(2):
+            taken = await claim(town, town.router, number)
+            assert taken.is_shared
+            resume = taken.take_resume_key(0)
+            assert resume is not None
+            assert resume.tokens == (1, 2, 3, 4)
+        with pytest.raises(KeyReused):
+            await claim(town, town.router, 2, mark=2)
 
 
 async def test_a_worker_that_has_saved_tokens_dies_and_another_gets_them_from_the_first_on() -> None:

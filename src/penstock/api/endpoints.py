@@ -379,11 +379,13 @@ class Endpoints:
         homes = self._behind.key_homes
         if homes is None or len(requests) > MAX_CLAIMED_CHOICES or self._idempotency.has_stream(keyed):
             return None
+        claim = KeyClaim(homes, keyed, resume_keys(homes, keyed, requests, identity))
         try:
-            return await KeyClaim.of(homes, keyed, resume_keys(homes, keyed, requests, identity))
+            await self._idempotency.open_claim(keyed, claim)
         except KeyReused:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
+        return claim
 
     def _source(
         self,
@@ -411,7 +413,8 @@ class Endpoints:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
         self._behind.count_key_outcome(outcome)
-        computed = outcome not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED)
+        # The one that an answer was begun by may be refused, or leave, before it is started: then this one starts it.
+        computed = outcome not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED) or not shared.is_started
         if cached is not None and computed:
             cached.lookup()
         charge = UsageCharge(charge_id=name, repeated=outcome is not KeyOutcome.NEW)

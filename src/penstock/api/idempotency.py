@@ -224,11 +224,6 @@ class KeyHomes(Protocol):
     """The homes of keys, of which all gateways of the service ask the same one about a key
     (``router.idempotency_homes``)."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other gateway, as far as known."""
-        ...
-
     def digest(self, name: bytes) -> bytes:
         """What homes know instead of a key or a tenant."""
         ...
@@ -274,32 +269,23 @@ class KeyClaim:
         self._answered = self._searching = self._searched = False
         self._news = asyncio.Event()
 
-    @classmethod
-    async def of(
-        cls, homes: KeyHomes, keyed: IdempotentRequest, resume_keys: Mapping[int, ResumeKey] = NO_RESUME_KEYS
-    ) -> Self:
-        """A claim on the key.  Raises KeyReused.
+    async def open(self) -> None:
+        """Claims the key (``IdempotencyCache.open_claim``).  Raises KeyReused.
 
-        Waits for the home's answer if there are other gateways, and for saved tokens of a request that another gateway
-        has had.  Where such are found first, the home's answer is not waited for: only this very request has their
-        names.
+        Waits for the home's answer, and for saved tokens of a request that another gateway has had: also where there
+        is no other gateway any more.  Where such are found first, the home's answer is not waited for: only this very
+        request has their names.
         """
-        claim = cls(homes, keyed, resume_keys)
-        homes.send(msgspec.structs.replace(claim._message, running=True), claim._on_state)
-        try:
-            claim._search_if_useful()
-            while not claim._is_settled():
-                claim._news.clear()
-                await claim._news.wait()
-                claim._search_if_useful()
-        except asyncio.CancelledError:
-            claim.end(withdrawn=True)
-            raise
-        if claim.state is None and claim._has_found():
-            claim.state = IdempotencyKeyState(serial=0, status=IdempotencyKeyStatus.KNOWN)
-        if claim.state is not None and claim.state.status is IdempotencyKeyStatus.REUSED:
+        self.homes.send(msgspec.structs.replace(self._message, running=True), self._on_state)
+        self._search_if_useful()
+        while not self._is_settled():
+            self._news.clear()
+            await self._news.wait()
+            self._search_if_useful()
+        if self.state is None and self._has_found():
+            self.state = IdempotencyKeyState(serial=0, status=IdempotencyKeyStatus.KNOWN)
+        if self.state is not None and self.state.status is IdempotencyKeyStatus.REUSED:
             raise _key_reused()
-        return claim
 
     def _search_if_useful(self) -> None:
         """Begin the search for saved tokens once it may find some."""
@@ -313,7 +299,7 @@ class KeyClaim:
         if self._has_found():
             return True
         is_searching = self._searching and not self._searched
-        return (self._answered or self.homes.is_alone) and not is_searching
+        return self._answered and not is_searching
 
     def _on_state(self, state: IdempotencyKeyState | None) -> None:
         self._answered = True
@@ -509,6 +495,7 @@ class CachedStream:
         self.rated, self.metered = UsageDedup(), metered
         self.claim = claim
         self.is_deferred = claim is not None and claim.is_shared  # its tokens are counted at its end
+        self.consumers = 0  # requests with its key: between ``IdempotencyCache.lookup`` and ``release``
         self._streams = streams
         self._grace_s = grace_s
         self._over = over
@@ -611,6 +598,7 @@ class IdempotencyCache:
         self._limits = limits
         self._clock = clock
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._claiming: dict[tuple[bytes, str], int] = {}  # requests whose claims are being opened, by key and mark
         self._told: OrderedDict[bytes, None] = OrderedDict()  # keys of answers that are kept whole, oldest first
         self.tokens = 0  # the weight of those
 
@@ -623,6 +611,30 @@ class IdempotencyCache:
         if entry is None or entry.answer is None or entry.answer.failed:
             return False
         return entry.until > self._clock.now() or self._runs(entry)
+
+    async def open_claim(self, keyed: IdempotentRequest, claim: KeyClaim) -> None:
+        """``KeyClaim.open``.  Raises KeyReused.
+
+        The home knows one claim of this gateway, however many requests with the key are here: the last one that is
+        cancelled before any of them is computed withdraws it.
+        """
+        name = keyed.key, keyed.mark
+        self._claiming[name] = self._claiming.get(name, 0) + 1
+        try:
+            await claim.open()
+        except asyncio.CancelledError:
+            if self._claiming[name] == 1 and not self._has_running(keyed):
+                claim.end(withdrawn=True)
+            raise
+        finally:
+            self._claiming[name] -= 1
+            if not self._claiming[name]:
+                del self._claiming[name]
+
+    def _has_running(self, keyed: IdempotentRequest) -> bool:
+        """Whether another request with this key and body is computed, or is about to be."""
+        entry = self._entries.get(keyed.key)
+        return entry is not None and entry.mark == keyed.mark and self._runs(entry)
 
     def lookup(
         self, keyed: IdempotentRequest, streams: TokenStreamSource, claim: KeyClaim | None = None
@@ -654,17 +666,19 @@ class IdempotencyCache:
             grace_s = self._limits.resume_grace_s
             ended = partial(self._ended, keyed.key)
             answer = entry.answer = CachedStream(streams, grace_s, ended, entry.metered, claim)
+        answer.consumers += 1
         entry.until = now + self._limits.idempotency_s
         self._entries.move_to_end(keyed.key)
         self._make_room(now)  # it may take this entry, too
         return answer, met
 
     def release(self, keyed: IdempotentRequest, answer: CachedStream) -> None:
-        """A consumer is done.  A stream that was never started, because the request was refused, is removed."""
+        """A consumer is done.  A stream that was never started, because all requests were refused, is removed."""
+        answer.consumers -= 1
         entry = self._entries.get(keyed.key)
-        if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.is_started:
+        if answer.consumers or answer.is_started or entry is None or entry.answer is not answer:
             return
-        if answer.claim is not None:
+        if answer.claim is not None and (keyed.key, keyed.mark) not in self._claiming:
             answer.claim.end(withdrawn=True)
         self._forget_tokens(entry)
         if not entry.has_sent:

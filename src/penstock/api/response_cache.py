@@ -267,7 +267,7 @@ class CachedResponseStreams:
         self._requests = requests
         self._identity = identity
         self._stopped: set[RequestId] = set()
-        self._found: dict[RequestId, _Found] = {}
+        self._found: dict[int, _Found] = {}  # by choice: of requests with one key, another may ask for it
         self.lookup_result = ""  # what was found of all choices together, once it was looked for
 
     def lookup(self) -> None:
@@ -277,7 +277,7 @@ class CachedResponseStreams:
         for request in requests:
             key = response_key(request, self._identity)
             kept = self._store.responses.get(key)
-            self._found[request.id] = _Found(key, kept)
+            self._found[request.sampling.choice] = _Found(key, kept)
             word = _lookup_result(request, kept)
             self._store.found[word] += 1
             words.add(word)
@@ -288,7 +288,7 @@ class CachedResponseStreams:
         return [(RESPONSE_CACHE, self.lookup_result.encode())] if self.lookup_result else []
 
     async def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
-        found = self._found.pop(request.id)
+        found = self._found.pop(request.sampling.choice)
         stored = None
         if found.kept is not None:
             stored = (await self._store.unpack(found.kept)).truncated(request.sampling.max_tokens)

@@ -39,12 +39,6 @@ class IdempotencyHomes:
         self._saved = saved
         self._metrics = metrics
         self._secret = blake2b(secret, digest_size=32, person=b"penstock homes").digest()
-        self._gateways = 0  # that are connected to the home that answered last; 0: not known
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other gateway speaks to the workers, as far as known."""
-        return self._gateways == 1
 
     def digest(self, name: bytes) -> bytes:
         """What homes know instead of a key or a tenant."""
@@ -63,8 +57,7 @@ class IdempotencyHomes:
 
     def on_state(self, worker: WorkerId, incarnation: int, message: IdempotencyKeyState) -> None:
         """The answer of a worker.  One that was not asked is ignored."""
-        if self._calls.on_answer(worker, incarnation, message):
-            self._gateways = message.gateways
+        self._calls.on_answer(worker, incarnation, message)
 
     def tick(self, now: float) -> None:
         """``HomeCalls.tick``."""

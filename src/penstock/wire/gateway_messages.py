@@ -531,7 +531,6 @@ class IdempotencyKeyState(WireMessage, frozen=True, kw_only=True, tag="key_state
     serial: Count
     status: IdempotencyKeyStatus
     sent: SentTokens = ()  # by all gateways, and counted, before that message
-    gateways: GatewayHosts = 0  # that speak to this worker
 
 
 class FoundTokens(WireMessage, frozen=True, kw_only=True, tag="found_tokens"):

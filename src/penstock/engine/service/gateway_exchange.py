@@ -100,8 +100,7 @@ class GatewayExchange:
         gateway = self._requests.process_of(peer)
         if gateway is not None:
             is_alive = partial(self._requests.is_alive, now=now)
-            gateways = len(self._requests.gateways())
-            state = self.claims.on_claim(gateway, message, is_alive, now, gateways=gateways)
+            state = self.claims.on_claim(gateway, message, is_alive, now)
             if message.serial:
                 self._send(peer, state)
 

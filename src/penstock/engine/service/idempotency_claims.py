@@ -17,7 +17,6 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from penstock.wire.gateway_messages import (
-    MAX_GATEWAY_HOSTS,
     ClaimIdempotencyKey,
     IdempotencyKeyState,
     IdempotencyKeyStatus,
@@ -77,24 +76,22 @@ class IdempotencyClaims:
         message: ClaimIdempotencyKey,
         is_connected: Callable[[GatewayProcess], bool],
         now: float,
-        *,
-        gateways: int = 1,
     ) -> IdempotencyKeyState:
-        """Takes a gateway's message, and returns what was known before it.  ``gateways``: that are connected."""
+        """Takes a gateway's message, and returns what was known before it."""
         if not self._allows(gateway.name, now):
-            return _state(message, IdempotencyKeyStatus.UNTRACKED, (), gateways)
+            return _state(message, IdempotencyKeyStatus.UNTRACKED)
         self._expire(now)
         claim = self._find(message)
         if claim is None:
             if not message.withdrawn:
                 self._add(message, gateway, now)
-            return _state(message, IdempotencyKeyStatus.NEW, (), gateways)
+            return _state(message, IdempotencyKeyStatus.NEW)
         if claim.mark != message.mark:
-            return _state(message, IdempotencyKeyStatus.REUSED, (), gateways)
+            return _state(message, IdempotencyKeyStatus.REUSED)
         other = claim.computed_by if claim.computed_by not in (None, gateway) else None
         runs_elsewhere = other is not None and is_connected(other)
         status = IdempotencyKeyStatus.RUNNING if runs_elsewhere else IdempotencyKeyStatus.KNOWN
-        state = _state(message, status, claim.sent, gateways)
+        state = _state(message, status, claim.sent)
         if not runs_elsewhere:
             claim.computed_by = gateway if message.running else None
             if message.withdrawn and not claim.sent:
@@ -155,9 +152,5 @@ class IdempotencyClaims:
         return True
 
 
-def _state(
-    message: ClaimIdempotencyKey, status: IdempotencyKeyStatus, sent: Sequence[int], gateways: int
-) -> IdempotencyKeyState:
-    return IdempotencyKeyState(
-        serial=message.serial, status=status, sent=tuple(sent), gateways=min(max(gateways, 0), MAX_GATEWAY_HOSTS)
-    )
+def _state(message: ClaimIdempotencyKey, status: IdempotencyKeyStatus, sent: Sequence[int] = ()) -> IdempotencyKeyState:
+    return IdempotencyKeyState(serial=message.serial, status=status, sent=tuple(sent))

@@ -33,13 +33,13 @@ class Home:
         message = ClaimIdempotencyKey(
             key=key.to_bytes(16, "big"), tenant=tenant.to_bytes(16, "big"), mark=mark.to_bytes(8, "big"), **fields
         )
-        return self.claims.on_claim(gateway, message, self.connected.__contains__, self.now, gateways=2)
+        return self.claims.on_claim(gateway, message, self.connected.__contains__, self.now)
 
 
 def test_the_first_is_told_nothing_and_the_second_who_has_it() -> None:
     home = Home()
     first = home.say(A, serial=7, running=True)
-    assert (first.serial, first.status, first.sent, first.gateways) == (7, NEW, (), 2)
+    assert (first.serial, first.status, first.sent) == (7, NEW, ())
     assert home.say(B, running=True).status is RUNNING
     assert home.say(A, running=True).status is KNOWN, "it is its own"
     assert home.say(A, sent=(5, 3)).sent == ()
