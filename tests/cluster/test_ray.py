@@ -20,13 +20,16 @@ from .envoy import PenstockPicker
 from .keyed_load import KeyedLoad
 from .ray_fleet import RayFleet, missing, ready_workers, seconds_until_answered
 from .ray_hosts import REDIS_HOST, RayHosts
-from .ray_members import outside_gateway
+from .ray_members import outside_gateway, scaled_under_load
 from .server import PATIENCE_S, PenstockServer
 from .streams import all_answers
 from .varied import varied_requests
 
 GCS_AWAY_S, HEAD_AWAY_S = 120.0, 20.0
 CLIENTS = 8
+USED_S = 10.0
+"""From the end of ``penstock ray up`` until the last of four gateways uses the last of four new workers, all on two
+cores.  Of one gateway and one worker it is 3 s (``test_members.USED_S``)."""
 
 pytestmark = [
     pytest.mark.long,
@@ -340,6 +343,20 @@ def test_a_gateway_follows_the_fleets_members(fleet: RayFleet, tmp_path: Path, l
         fleet.command("up")
         server.wait_for(lambda: ready_workers(server) == {"a-prefill-0", "a-decode-0"}, PATIENCE_S, "only a's")
         assert ask(server, max_tokens=900) == long_answer
+
+
+def test_gateways_and_workers_come_and_go_under_load_and_no_request_fails(
+    cluster: RayHosts, tmp_path: Path, seeded: dict[int, keyed_load.Identical]
+) -> None:
+    """Gateways 2 -> 4 -> 1, workers 2 -> 6 -> 2; ``test_members_load`` has the other sources of members."""
+    done = scaled_under_load(cluster, tmp_path, seeded)
+    measured("four workers used by four gateways", done.used_s)
+    measured("four workers forgotten", done.forgotten_s)
+    assert done.load.failed == []
+    assert done.load.differing(seeded) == 0
+    assert done.load.resumed > 0, "no stream was open when its gateway ended"
+    assert done.restarts == 0
+    assert done.used_s <= USED_S
 
 
 def test_what_is_wrong_is_said_in_one_line(cluster: RayHosts, tmp_path: Path) -> None:
