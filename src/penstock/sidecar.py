@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import penstock
@@ -28,6 +28,10 @@ _SECRETS = frozenset(
         "HUGGING_FACE_HUB_TOKEN",
     }
 )
+RAY_CREDENTIALS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TLS_SERVER_KEY"})
+"""Secrets for the process that asks Ray alone."""
+
+_NONE: Set[str] = frozenset()
 _SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)($|_)|REDIS_URL")
 
 
@@ -36,11 +40,12 @@ def python_command(module: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *words]
 
 
-def child_environment() -> dict[str, str]:
-    """This process's environment without secrets; the child imports this same package."""
+def child_environment(secrets: Set[str] = _NONE) -> dict[str, str]:
+    """This process's environment without secrets other than these; the child imports this same package."""
     root = str(Path(penstock.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {name: value for name, value in os.environ.items() if not is_secret(name)} | {"PYTHONPATH": path}
+    given = {name: value for name, value in os.environ.items() if name in secrets or not is_secret(name)}
+    return given | {"PYTHONPATH": path}
 
 
 def is_secret(name: str) -> bool:
@@ -48,9 +53,10 @@ def is_secret(name: str) -> bool:
     return name.upper() in _SECRETS or bool(_SECRET_NAME.search(name.upper()))
 
 
-def drop_secrets() -> None:
-    """Remove secrets from the environment of this forked process and of the children that it starts."""
-    for name in [name for name in os.environ if is_secret(name)]:
+def drop_secrets(keep: Set[str] = _NONE) -> None:
+    """Remove secrets from the environment of this forked process and of the children that it starts.  ``keep``: those
+    that it hands to a child of its own (``ChildProcess``)."""
+    for name in [name for name in os.environ if is_secret(name) and name not in keep]:
         del os.environ[name]
 
 
@@ -67,8 +73,10 @@ def disable_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
-def start_child(module: str, word: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a process that runs ``module`` and inherits only these descriptors.  Raises OSError.
+def start_child(
+    module: str, word: str, descriptors: Sequence[int], secrets: Set[str] = _NONE
+) -> subprocess.Popen[bytes]:
+    """Start a process that runs ``module`` and inherits only these descriptors and secrets.  Raises OSError.
 
     If the module calls ``end_with_parent``, call this from a thread that lives as long as the child.
     """
@@ -77,7 +85,7 @@ def start_child(module: str, word: str, descriptors: Sequence[int]) -> subproces
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=child_environment(),
+        env=child_environment(secrets),
         pass_fds=descriptors,
     )
 
@@ -97,15 +105,24 @@ class ChildProcess:
     """
 
     def __init__(
-        self, module: str, word: str, descriptors: Sequence[int], *, name: str, handed_over: socket.socket | None = None
+        self,
+        module: str,
+        word: str,
+        descriptors: Sequence[int],
+        *,
+        name: str,
+        handed_over: socket.socket | None = None,
+        secrets: Set[str] = _NONE,
     ) -> None:
-        """Does not wait for the start.  ``handed_over`` is closed here once the child has inherited it.
+        """Does not wait for the start.  ``handed_over`` is closed here once the child has inherited it.  ``secrets``:
+        the variables with secrets that it is given.
 
         Raises RuntimeError when no thread can be had.
         """
         self._module = module
         self._word = word
         self._descriptors = descriptors
+        self._secrets = secrets
         self._handed_over = handed_over
         self._lock = threading.Lock()  # of the two below
         self._process: subprocess.Popen[bytes] | None = None
@@ -144,7 +161,7 @@ class ChildProcess:
         try:
             with self._lock:
                 if not self._killed:
-                    process = self._process = start_child(self._module, self._word, self._descriptors)
+                    process = self._process = start_child(self._module, self._word, self._descriptors, self._secrets)
         except OSError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - ``wait_started`` must return whatever happens

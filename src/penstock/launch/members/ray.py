@@ -26,6 +26,9 @@ from penstock.launch.members.interface import (
     check_tcp_endpoint,
 )
 
+ASKS_RAY = "penstock.launch.members.ray_process"
+"""The module of the child."""
+
 
 class RayQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """What the child is started with."""
@@ -81,11 +84,12 @@ class RayMembers:
             wanted=self._wanted,
         )
         child = sidecar.ChildProcess(
-            "penstock.launch.members.ray_process",
+            ASKS_RAY,
             msgspec.json.encode(question).decode(),
             (theirs.fileno(),),
             name="members of Ray",
             handed_over=theirs,
+            secrets=sidecar.RAY_CREDENTIALS,
         )
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=self._limits.max_members_bytes)

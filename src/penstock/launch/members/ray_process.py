@@ -20,6 +20,8 @@ from penstock.launch.members.interface import Member, MemberKind
 from penstock.launch.members.ray import RayAnswer, RayQuestion
 from penstock.launch.ray_cluster import RayCluster, connected
 
+PROBLEM_CHARS = 500
+
 
 def answer_forever() -> None:
     """Until the gateway has gone or Ray's client ends this process."""
@@ -33,6 +35,8 @@ def answer_forever() -> None:
             _answer(lane, cluster, question)
     except PenstockError as error:
         _send(lane, RayAnswer(problem=str(error)))
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises, the gateway tells it
+        _send(lane, RayAnswer(problem=f"{type(error).__name__}: {error}"[:PROBLEM_CHARS]))
 
 
 def _answer(lane: socket.socket, cluster: RayCluster, question: RayQuestion) -> None:
