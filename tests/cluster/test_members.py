@@ -203,6 +203,8 @@ def test_a_gateway_without_members_waits_for_them(keys: str, tmp_path: Path) -> 
     ("words", "because"),
     [
         (["--members", "file:x"], "--members needs --keys DIR"),
+        (["--join", "tcp://10.0.0.1:9000", "--keys", "~nosuchuser/k"], "~nosuchuser has no home folder on this host"),
+        (["--kv-disk", "~nosuchuser/kv"], "--kv-disk ~nosuchuser/kv: ~nosuchuser has no home folder on this host"),
         (["--members", "workers:9000", "--keys", "KEYS"], "expected file:PATH, fleet:FLEET_FILE, dns:NAME:PORT"),
         (["--members", "file:x", "--join", "tcp://127.0.0.1:1", "--keys", "KEYS"], "exclude each other"),
         (["--members", "file:x", "--decode", "2", "--keys", "KEYS"], "--members starts no workers here"),

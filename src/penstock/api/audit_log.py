@@ -29,6 +29,7 @@ from typing import Protocol
 
 import msgspec
 
+from penstock.config.base import expanded_path
 from penstock.config.limits import AuditLimits
 from penstock.errors import ConfigError
 from penstock.telemetry.log import log_event
@@ -339,7 +340,7 @@ def check_audit_log(path: str | None, limits: AuditLimits) -> str | None:
     """The absolute path.  Raises ConfigError, before any process starts, for a file that could not be written."""
     if path is None:
         return None
-    absolute = Path(path).expanduser().absolute()
+    absolute = expanded_path(path, "--audit-log").absolute()
     try:
         file = AuditFile(absolute, limits.max_audit_file_bytes, limits.max_audit_files)
         file.open()

@@ -26,6 +26,7 @@ from penstock.api.key_permissions import UNRESTRICTED, KeyPermissions, check_exp
 from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
 from penstock.clock import Clock, MonotonicClock
 from penstock.config.api_keys import KeyChanges, KeyFile, key_changes, load_keys
+from penstock.config.base import expanded_path
 from penstock.config.limits import SchedulingConfig
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.telemetry.log import log_event
@@ -371,7 +372,7 @@ def load_api_keys(
     besides = [api_key] if api_key else []
     if api_keys is None:
         return StaticApiKeys.of(besides)
-    path = Path(api_keys).expanduser()
+    path = expanded_path(api_keys, "--api-keys")
     return FileApiKeys(path, MonotonicClock(), besides=besides, max_keys=scheduling.max_tenants, on_change=on_change)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.base import Config
+from penstock.config.base import Config, expanded_path
 from penstock.config.decoded_weights import DECODED_WEIGHTS_AUTO
 from penstock.config.limits import AuditLimits, RequestLimits, SchedulingConfig
 from penstock.config.load import parse_setting
@@ -67,7 +67,7 @@ class CatalogEntry(Config, frozen=True, kw_only=True):
 
 def load_catalog(config: ServeConfig) -> tuple[CatalogEntry, ...]:
     """The entries of ``config.catalogue``, in order.  Raises ConfigError with file, entry and field."""
-    path = Path(config.catalogue or "").expanduser()
+    path = expanded_path(config.catalogue or "", "catalogue")
     try:
         raw = path.read_bytes()
         if len(raw) > MAX_BYTES:

@@ -180,7 +180,7 @@ def _place(entry: CatalogEntry, budget: int | None) -> CatalogModel:
     own = entry.settings
     try:
         weights = _weight_bytes(locate_model(entry.path).path)
-    except ModelError:
+    except (ConfigError, ModelError):
         weights = 0
     copies = reserved_bytes(own)
     nbytes = weights + copies + (own.kv_memory or 0) * entry.workers

@@ -14,7 +14,6 @@ import stat
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -22,6 +21,7 @@ import msgspec
 from penstock.cli.console import WrappedOutput
 from penstock.cli.openai_client import ChunkUsage, ServedModel, add_service_flags, decode_chunk, error_of, served_model
 from penstock.cli.parsing import COMMANDS
+from penstock.config.base import expanded_path
 from penstock.config.load import load_client
 from penstock.errors import ConfigError, PenstockError, WorkerError
 from penstock.http_client import DONE, HttpReply, HttpStreamClient, StreamError
@@ -380,7 +380,10 @@ def save(chat: Chat, name: str) -> str:
     if not name:
         return "Usage: /save FILE"
     try:
-        Path(name).expanduser().write_bytes(msgspec.json.format(msgspec.json.encode({"messages": chat.messages})))
+        saved = msgspec.json.format(msgspec.json.encode({"messages": chat.messages}))
+        expanded_path(name, "FILE").write_bytes(saved)
+    except ConfigError as error:
+        return f"Cannot write {error}"
     except OSError as error:
         return f"Cannot write {name}: {error.strerror}"
     return f"Wrote {len(chat.messages)} messages to {name}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.console import byte_bar, text_table
 from penstock.cli.parsing import COMMANDS
+from penstock.config.base import expanded_path
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.stored_cuts import folder_cuts
 from penstock.weights.checkpoint_reader import Checkpoint
@@ -108,7 +109,7 @@ def _cuts(source: Path, *, verbose: bool) -> Cuts:
 
 def model_folder(name: str) -> Path:
     """The folder that MODEL means.  Raises ConfigError if there is none."""
-    path = Path(name).expanduser()
+    path = expanded_path(name, "MODEL")
     if path.is_dir():
         return path
     if name == STORYTELLER:

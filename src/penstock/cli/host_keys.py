@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.cli.console import text_table
 from penstock.cli.parsing import COMMANDS, HOST_KEYS_VERBS
+from penstock.config.base import expanded_path
 from penstock.config.node_registry import (
     MAX_NODE_KEYS,
     NODE_NAME,
@@ -101,7 +102,7 @@ def _declare(
 
 
 def _init(args: argparse.Namespace) -> int:
-    folder = args.folder.expanduser()
+    folder = expanded_path(args.folder, "DIR")
     with locked_folder(folder, "the nodes"):
         for name in (REGISTRY_FILE, "server.secret", SECRET_FILE):
             if (folder / name).exists():
@@ -113,7 +114,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> int:
-    folder, name, rights = args.folder.expanduser(), args.node, _parse_rights(args.rights)
+    folder, name, rights = expanded_path(args.folder, "DIR"), args.node, _parse_rights(args.rights)
     if not re.fullmatch(NODE_NAME, name):
         raise ConfigError(f"{name!r:.80}: a node's name has letters a-z, digits and -, 40 at most, as in a fleet file")
     with _edited(folder) as edit:
@@ -130,7 +131,7 @@ def _add(args: argparse.Namespace) -> int:
 
 
 def _rights(args: argparse.Namespace) -> int:
-    folder, rights = args.folder.expanduser(), _parse_rights(args.rights)
+    folder, rights = expanded_path(args.folder, "DIR"), _parse_rights(args.rights)
     with _edited(folder) as edit:
         node = _accepted(edit.file, args.node, folder)
         edit.file = _with(edit.file, msgspec.structs.replace(node, rights=rights))
@@ -139,7 +140,7 @@ def _rights(args: argparse.Namespace) -> int:
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    folder, name = args.folder.expanduser(), args.node
+    folder, name = expanded_path(args.folder, "DIR"), args.node
     with _edited(folder) as edit:
         node = _accepted(edit.file, name, folder)
         if args.finish and len(node.keys) < MAX_NODE_KEYS:
@@ -167,7 +168,7 @@ def _rotate(args: argparse.Namespace) -> int:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    folder = args.folder.expanduser()
+    folder = expanded_path(args.folder, "DIR")
     with _edited(folder) as edit:
         node = _accepted(edit.file, args.node, folder)
         edit.file = _with(edit.file, msgspec.structs.replace(node, revoked=int(time.time())))
@@ -178,7 +179,7 @@ def _revoke(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     rows: list[tuple[str, ...]] = [("NODE", "RIGHTS", "KEY", "MADE", "AGE", "STATE")]
     now = time.time()
-    for node in load_registry(args.folder.expanduser() / REGISTRY_FILE).nodes:
+    for node in load_registry(expanded_path(args.folder, "DIR") / REGISTRY_FILE).nodes:
         for key in node.keys:
             state = "accepted"
             if node.revoked:
@@ -197,7 +198,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _shared(args: argparse.Namespace) -> int:
-    for path in CurveKeys.ephemeral().save(args.folder):
+    for path in CurveKeys.ephemeral().save(expanded_path(args.folder, "DIR")):
         print(path)
     return 0
 

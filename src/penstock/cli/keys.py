@@ -29,6 +29,7 @@ from penstock.config.api_keys import (
     new_key,
     parse_expiry,
 )
+from penstock.config.base import expanded_path
 from penstock.config.limits import SchedulingConfig
 from penstock.errors import ConfigError
 
@@ -95,7 +96,7 @@ def _declare_add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add(args: argparse.Namespace) -> int:
-    path = args.file.expanduser()
+    path = expanded_path(args.file, "FILE")
     if not re.fullmatch(NAME, args.tenant):
         raise ConfigError(
             f"--tenant {args.tenant!r:.80}: a name has letters, digits and . _ @ -, 64 characters at most, and begins "
@@ -168,7 +169,7 @@ def _changed(entry: TenantEntry | None, given: Mapping[str, Any]) -> TenantEntry
 
 
 def _list(args: argparse.Namespace) -> int:
-    file = load_keys(args.file.expanduser(), _MAX_KEYS)
+    file = load_keys(expanded_path(args.file, "FILE"), _MAX_KEYS)
     rows: list[tuple[str, ...]] = [
         (
             *("KEY", "TENANT", "LABEL", "CLASSES", "WEIGHT", "TOKENS/MIN", "REQUESTS/MIN", "MADE"),
@@ -203,7 +204,7 @@ def _restrictions(key: KeyEntry) -> tuple[str, ...]:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    path, name = args.file.expanduser(), args.key
+    path, name = expanded_path(args.file, "FILE"), args.key
     with edit_keys(path, _MAX_KEYS) as held:
         file = held[0]
         gone = next((key for key in file.keys if key.id == name), None)

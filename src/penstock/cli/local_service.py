@@ -23,6 +23,7 @@ from typing import NoReturn
 import penstock
 from penstock.bundled import STORYTELLER
 from penstock.cli.console import StatusLine
+from penstock.config.base import expanded_path
 from penstock.errors import ConfigError, WorkerError
 from penstock.launch.run_folder import ServiceRecord, running_services
 from penstock.sidecar import python_command
@@ -45,7 +46,7 @@ def find_service(model: str | None) -> ServiceRecord | None:
 
     Not those that other commands started for themselves.
     """
-    wanted = None if model is None else {model, str(Path(model).expanduser().resolve())}
+    wanted = None if model is None else {model, str(expanded_path(model, "MODEL").resolve())}
     services = [record for record in running_services() if record.model and record.generates]
     shared = [record for record in services if not record.stops_with_parent]
     return next((one for one in reversed(shared) if wanted is None or wanted & {one.model, one.path}), None)

@@ -13,6 +13,7 @@ import yaml
 
 from penstock import __version__
 from penstock.cli.parsing import COMMANDS
+from penstock.config.base import expanded_path
 from penstock.config.fleet_file import FleetFile, read_fleet_file
 from penstock.deploy.compose import compose_document
 from penstock.deploy.helm import helm_values
@@ -108,7 +109,7 @@ def _titled(files: dict[str, str]) -> Iterable[str]:
 
 def _raw(args: argparse.Namespace) -> dict[str, Any]:
     """The file as TOML was read, of which ``read_fleet_file`` has checked that it can be."""
-    return tomllib.loads(Path(args.fleet).expanduser().read_text(encoding="utf-8"))
+    return tomllib.loads(expanded_path(args.fleet, "FLEET").read_text(encoding="utf-8"))
 
 
 def _kubernetes(args: argparse.Namespace, fleet: FleetFile) -> str:

@@ -15,6 +15,7 @@ from penstock.cli.console import TextStyle, text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.auto_mesh import ReadWeights, WorkerCores
 from penstock.config.auto_mesh import token_s as cpu_token_s
+from penstock.config.base import expanded_path
 from penstock.config.device import TRITON
 from penstock.config.facts import ExtraWeights
 from penstock.config.load import lora_folders, parse_setting
@@ -371,7 +372,7 @@ def planned_extra_weights(args: argparse.Namespace, folder: Path, outline: Model
     if kind == "draft":
         found.append(draft_model_weights(read_outline(config_folder(named)).spec))
     elif kind == "head":
-        head = folder / FOLDER if named is None else Path(named).expanduser()
+        head = folder / FOLDER if named is None else expanded_path(named, "--draft-model")
         found.append(draft_head_weights(inspect_draft_head(head, outline.spec)))
     room = parse_setting(EngineSettings, "lora_memory", args.lora_memory, "--lora-memory")
     limits = LoraFileLimits(max_rank=EngineSettings().max_lora_rank, max_bytes=room)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.cli.parsing import COMMANDS
+from penstock.config.base import expanded_path
 from penstock.config.limits import ProbeLimits
 from penstock.errors import ConfigError
 from penstock.http_client import HttpStreamClient, StreamError
@@ -152,7 +153,7 @@ async def _gateway_problem(url: str, path: str, timeout_s: float) -> str | None:
 
 def worker_problem(endpoint: str, keys: Path, args: argparse.Namespace) -> str | None:
     """Why the worker at ``endpoint`` is not ready, or not alive."""
-    report = request_report(endpoint, load_host_keys(keys.expanduser(), args.node), args.timeout_s)
+    report = request_report(endpoint, load_host_keys(expanded_path(keys, "--keys"), args.node), args.timeout_s)
     if isinstance(report, str):
         return report
     if args.ready:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 import msgspec
 
 from penstock.cli.console import text_table
 from penstock.cli.parsing import COMMANDS
+from penstock.config.base import expanded_path
 from penstock.config.fleet_file import FleetFile, read_fleet_file
 from penstock.launch.ray_cluster import RayCluster, connected
 from penstock.launch.ray_fleet import FleetRollout, NodeStatus, check_for_ray, fleet_status
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with connected(args.address) as cluster:
         if args.action == "status":
             return show_status(cluster, fleet, as_json=args.json)
-        text = Path(args.fleet).expanduser().read_text(encoding="utf-8")
+        text = expanded_path(args.fleet, "FLEET").read_text(encoding="utf-8")
         rollout = FleetRollout(cluster, fleet, text, lambda line: print(line, flush=True))
         if args.action == "up":
             rollout.up(None if args.no_wait else args.timeout)

@@ -23,7 +23,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from penstock.config.base import Config, Positive
+from penstock.config.base import Config, Positive, expanded_path
 from penstock.config.private_file import locked_folder, read_private_file, replace_file
 from penstock.errors import ConfigError
 
@@ -133,7 +133,7 @@ def load_keys(path: Path, max_keys: int) -> KeyFile:
 def check_key_file(api_keys: str | None, max_keys: int) -> None:
     """Raises ConfigError, before any process starts, for a file that no gateway could read."""
     if api_keys is not None:
-        load_keys(Path(api_keys).expanduser(), max_keys)
+        load_keys(expanded_path(api_keys, "--api-keys"), max_keys)
 
 
 def _check(file: KeyFile, path: Path, max_keys: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -19,6 +20,18 @@ IPC_NAME_MAX = 107  # unix(7)
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all configuration: frozen, keyword-only, strict."""
+
+
+def expanded_path(path: str | Path, what: str) -> Path:
+    """The path with the home folder in the place of ``~`` or ``~USER``.  ``what``: the setting or argument, for errors.
+
+    Raises ConfigError if there is no such user, or no home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise ConfigError(f"{what} {path}: {user} has no home folder on this host; write the whole path") from None
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:

@@ -18,12 +18,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.config.base import Config
+from penstock.config.base import Config, expanded_path
 from penstock.config.mesh import Mesh, NodePlace, parse_mesh
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
@@ -331,7 +330,7 @@ class FleetFile(Config, frozen=True, kw_only=True):
 
 def read_fleet_file(name: str) -> FleetFile:
     """A file, or one of the package by its name.  Raises ConfigError that names file and field."""
-    path = Path(name).expanduser()
+    path = expanded_path(name, "fleet")
     try:
         if name in NAMES:
             raw = resources.files("penstock.sim").joinpath("fleets", f"{name}.toml").read_bytes()

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from penstock.config.base import Config, host_and_port, is_loopback
+from penstock.config.base import Config, expanded_path, host_and_port, is_loopback
 from penstock.config.fleet_file import FleetFile, FleetNode
 from penstock.config.schema import EngineSettings, PickerConfig, ServeConfig, TlsConfig, WorkerServeConfig
 from penstock.errors import ConfigError
@@ -223,7 +223,7 @@ def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None)
     if setting == "off":
         return None
     if setting != "auto":
-        return Path(setting).expanduser()
+        return expanded_path(setting, "weights_cache")
     environ = os.environ if environ is None else environ
     base = environ.get("XDG_CACHE_HOME") or (environ["HOME"] + "/.cache" if environ.get("HOME") else None)
     return Path(base) / "penstock" / "weights" if base and base.startswith("/") else None
@@ -233,7 +233,7 @@ def tls_config(config: ServeConfig) -> TlsConfig | None:
     """The files for HTTPS; None: plain HTTP."""
     if config.tls_cert is None or config.tls_key is None:
         return None
-    cert, key = (str(Path(name).expanduser().absolute()) for name in (config.tls_cert, config.tls_key))
+    cert, key = (str(expanded_path(name, "TLS file").absolute()) for name in (config.tls_cert, config.tls_key))
     return TlsConfig(cert=cert, key=key)
 
 
@@ -246,7 +246,7 @@ def lora_folders(given: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"--lora {text}: expected NAME=DIR, a name for clients and a folder that PEFT wrote")
         if name in folders:
             raise ConfigError(f"--lora {text}: there is an adapter named {name} already")
-        folders[name] = Path(folder).expanduser().absolute()
+        folders[name] = expanded_path(folder, f"--lora {name}").absolute()
     return folders
 
 

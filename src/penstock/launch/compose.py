@@ -36,7 +36,7 @@ from penstock.api.audit_log import check_audit_log
 from penstock.api.response_store import create_response_store
 from penstock.clock import MonotonicClock
 from penstock.config.api_keys import check_key_file, load_keys
-from penstock.config.base import check_endpoint, host_and_port
+from penstock.config.base import check_endpoint, expanded_path, host_and_port
 from penstock.config.device import excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
 from penstock.config.limits import TraceConfig
@@ -462,7 +462,7 @@ def prepare_response_store(config: ServeConfig, run_folder: RunFolder) -> str | 
     if not config.limits.max_stored_responses_bytes:
         return None
     given = config.response_store
-    folder = run_folder.path if given is None else Path(given).expanduser().absolute()
+    folder = run_folder.path if given is None else expanded_path(given, "--response-store").absolute()
     return str(create_response_store(folder, config.limits))
 
 
@@ -616,7 +616,7 @@ def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, share
     holders are one tenant.  Raises ConfigError.
     """
     if api_keys is not None:
-        secret = load_keys(Path(api_keys).expanduser(), max_tenants).salt.encode()
+        secret = load_keys(expanded_path(api_keys, "--api-keys"), max_tenants).salt.encode()
     elif shared is not None:
         secret = shared.event_secret if isinstance(shared, NodeKeys) else shared.server_secret
     else:
@@ -631,7 +631,7 @@ def host_keys(config: EngineSettings, *rights: NodeRight, node: str = "") -> Hos
     """
     if config.keys is None:
         raise ConfigError("--keys DIR is missing")
-    keys = load_host_keys(Path(config.keys).expanduser(), node)
+    keys = load_host_keys(expanded_path(config.keys, "keys"), node)
     for right in rights:
         if isinstance(keys, NodeKeys) and not keys.may(right):
             raise ConfigError(
@@ -701,7 +701,7 @@ def _check_tracing(config: TraceConfig) -> None:
         url = urlsplit(config.endpoint)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError(f"--trace-endpoint: expected a URL such as http://127.0.0.1:4318, got {config.endpoint}")
-    if config.file is not None and not Path(config.file).expanduser().absolute().parent.is_dir():
+    if config.file is not None and not expanded_path(config.file, "--trace-file").absolute().parent.is_dir():
         raise ConfigError(f"--trace-file {config.file}: there is no such folder")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.config.base import expanded_path
 from penstock.config.facts import ExtraWeights
 from penstock.config.schema import MAX_DRAFTING, EngineSettings, NamedAdapter
 from penstock.errors import ConfigError, ModelError
@@ -79,7 +80,7 @@ def find_draft(config: EngineSettings, path: Path, model: ModelSpec) -> DraftFol
     kind = draft_kind(config.speculate, named, path, model)
     if kind is None:
         return None
-    folder = path / FOLDER if named is None else Path(named).expanduser()
+    folder = path / FOLDER if named is None else expanded_path(named, "--draft-model")
     return _found_model(folder, path, model) if kind == "draft" else _found_head(folder, model)
 
 

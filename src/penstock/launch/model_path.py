@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.bundled import STORYTELLER, storyteller
+from penstock.config.base import expanded_path
 from penstock.errors import ModelError
 from penstock.launch.fork_server import fork
 from penstock.launch.hub_download import download_model
@@ -37,11 +38,11 @@ class ModelLocation:
 def locate_model(model: str | None, download: Callable[[str], str] | None = None) -> ModelLocation:
     """The path and name of a model.  ``download`` turns a Hub name into a folder; by default from the Hub.
 
-    Raises ModelError.
+    Raises ModelError, or ConfigError for a user without a home folder.
     """
     if model is None:
         return ModelLocation(storyteller(), STORYTELLER, bundled=True)
-    path = Path(model).expanduser()
+    path = expanded_path(model, "model")
     if path.is_dir():
         return ModelLocation(path.resolve(), path.resolve().name)
     if path.suffix.lower() == GGUF and path.is_file():
@@ -65,9 +66,9 @@ def is_hub_name(name: str) -> bool:
 def config_folder(model: str) -> Path:
     """The folder or file of a model's ``config.json``; from the Hub only that file is downloaded.
 
-    Raises ModelError.  Starts threads for a Hub name: not for a process that is about to fork.
+    Raises ModelError, ConfigError.  Starts threads for a Hub name: not for a process that is about to fork.
     """
-    path = Path(model).expanduser()
+    path = expanded_path(model, "model")
     if path.exists():
         return path
     if not is_hub_name(model):

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
@@ -24,6 +23,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from penstock import __version__
+from penstock.config.base import expanded_path
 from penstock.config.limits import TraceConfig
 from penstock.telemetry.spans import NO_SPAN, OUTCOMES, Span, SpanAttribute, SpanFamily, Tracer
 
@@ -148,7 +148,7 @@ def _destinations(config: TraceConfig, counts: dict[str, int]) -> list[_Destinat
     """The exporters that the configuration names."""
     found: list[_Destination] = []
     if config.file is not None:
-        stream = Path(config.file).expanduser().open("a", encoding="utf-8")
+        stream = expanded_path(config.file, "--trace-file").open("a", encoding="utf-8")
         found.append(_Destination(config.file, FileSpanExporter(stream=stream), counts, stream.close))
     if config.endpoint is not None:
         exporter = OTLPSpanExporter(endpoint=_url(config.endpoint), timeout=config.send_timeout_s)

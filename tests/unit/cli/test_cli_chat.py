@@ -220,11 +220,12 @@ def test_commands_are_listed_and_never_asked_of_the_model(line: str, talk: Talk,
 
 
 def test_a_conversation_is_saved(talk: Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    talk(f"first\n/save {tmp_path / 'talk.json'}\n/save {tmp_path / 'no' / 'folder'}\n/save\n")
+    talk(f"first\n/save {tmp_path / 'talk.json'}\n/save {tmp_path / 'no' / 'folder'}\n/save ~nosuchuser/x\n/save\n")
     assert [m["role"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]] == ["user", "assistant"]
     shown = capsys.readouterr().err
     assert "Wrote 2 messages" in shown
     assert "Cannot write" in shown
+    assert "~nosuchuser has no home folder on this host" in shown
     assert "Usage: /save FILE" in shown
 
 

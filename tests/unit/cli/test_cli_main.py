@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,33 @@ def test_help_imports_no_command() -> None:
 def test_an_error_of_ours_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "none"]) == 2
     assert capsys.readouterr().err == "penstock: error: --port: expected int, got 'none'\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["node"],
+        ["host-keys", "init"],
+        ["host-keys", "shared"],
+        ["host-keys", "list"],
+        ["host-keys", "revoke", "NAME"],
+        ["keys", "list"],
+        ["probe", "--ready", "tcp://127.0.0.1:1", "--keys"],
+        ["plan"],
+        ["manifests", "compose"],
+    ],
+    ids=" ".join,
+)
+def test_a_home_folder_that_is_not_there_is_one_line_and_exit_2(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = "~nosuchuser/x"
+    assert main([*words[:2], place, *words[2:]] if words[-1] == "NAME" else [*words, place]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"{place}: ~nosuchuser has no home folder on this host; write the whole path\n")
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_status_of_nothing_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:

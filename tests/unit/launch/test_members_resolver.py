@@ -265,6 +265,8 @@ async def test_an_srv_target_without_an_answer_holds_up_no_other_and_keeps_its_l
             "file:PATH, fleet:FLEET_FILE, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, nats:URL/BUCKET, or ray:FLEET",
         ),
         ("file:", "expected file:PATH"),
+        ("file:~nosuchuser/members", "--members ~nosuchuser/members: ~nosuchuser has no home folder on this host"),
+        ("fleet:~nosuchuser/fleet", "--members ~nosuchuser/fleet: ~nosuchuser has no home folder on this host"),
         ("etcd:workers", "expected file:PATH"),
         ("ray:", "expected file:PATH"),
         ("dns:workers", "expected dns:NAME:PORT"),

@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 
 from blake3 import blake3
 
+from penstock.config.base import expanded_path
 from penstock.config.schema import KvStoreConfig
 from penstock.errors import ConfigError
 from penstock.kv.page_memory import KvLayout, KvMemory
@@ -198,6 +199,8 @@ class StoreOwner:
 
 def check_store_config(config: KvStoreConfig) -> None:
     """Check the key file and the libraries before anything is started.  Raises ConfigError."""
+    if config.disk is not None:
+        expanded_path(config.disk, "--kv-disk")
     if config.key_file is not None:
         read_key(Path(config.key_file))
         check_cipher()
@@ -230,7 +233,7 @@ def open_tiers(config: KvStoreConfig, share: SharedStoreMemory, place: StoreOwne
 
     def disk() -> KvTier:
         head = slab_head(place.identity, place.layout, config.disk_bytes, encrypted=key is not None)
-        path = Path(config.disk or "").expanduser() / slab_file_name(place, encrypted=key is not None)
+        path = expanded_path(config.disk or "", "--kv-disk") / slab_file_name(place, encrypted=key is not None)
         return SlabTier(
             "disk", SlabFile.at(path, head, writer=writer, writers=writers, direct=config.direct_io), sealed
         )

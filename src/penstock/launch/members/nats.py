@@ -12,12 +12,12 @@ import logging
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.clock import Clock
+from penstock.config.base import expanded_path
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem, check_tcp_endpoint
@@ -135,7 +135,7 @@ class NatsMembers:
         if not self._limits.nats_credentials:
             return {}
         try:
-            text = Path(self._limits.nats_credentials).expanduser().read_text(encoding="utf-8").strip()
+            text = expanded_path(self._limits.nats_credentials, "nats_credentials").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read nats_credentials: {error}") from None
         user, colon, password = text.partition(":")

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.clock import Clock
+from penstock.config.base import expanded_path
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.dns import DnsMembers, srv_look_up
@@ -46,13 +47,13 @@ def other_nodes_members(
 
 
 def _fleet(path: str, limits: MembershipConfig, clock: Clock, wanted: MemberKind) -> Members:
-    place = Path(path).expanduser().absolute()
+    place = expanded_path(path, "--members").absolute()
     parse = parse_fleet_gateways if wanted is MemberKind.GATEWAYS else parse_fleet_members
     return ResolvedMembers(FileMembers(place, limits, parse, read_twice=True), limits, clock)
 
 
 def _file(path: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
-    return ResolvedMembers(FileMembers(Path(path).expanduser().absolute(), limits), limits, clock)
+    return ResolvedMembers(FileMembers(expanded_path(path, "--members").absolute(), limits), limits, clock)
 
 
 def _dns(name: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:

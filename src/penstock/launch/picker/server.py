@@ -25,7 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from penstock.clock import MonotonicClock
-from penstock.config.base import host_and_port
+from penstock.config.base import expanded_path, host_and_port
 from penstock.config.schema import PickerConfig, TlsConfig
 from penstock.errors import ConfigError
 from penstock.launch import event_loop
@@ -166,7 +166,7 @@ def credentials(config: PickerConfig) -> grpc.ServerCredentials | None:
     """
     if config.tls_cert is None or config.tls_key is None:
         return None
-    cert, key = (Path(name).expanduser().absolute() for name in (config.tls_cert, config.tls_key))
+    cert, key = (expanded_path(name, "TLS file").absolute() for name in (config.tls_cert, config.tls_key))
     certificate = _PickerCertificate(cert, key)
     return grpc.dynamic_ssl_server_credentials(certificate.first, certificate.if_changed)
 
