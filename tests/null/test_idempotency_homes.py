@@ -211,6 +211,17 @@ async def test_the_same_key_for_something_else_is_refused_by_every_gateway() -> 
         await whole(at_b)
 
 
+async def test_what_is_refused_by_its_own_gateway_is_not_claimed_at_a_home_that_has_lost_the_key() -> None:
+    home = Home()
+    a = Gateway(home, "a", RequestLimits(max_kept_tokens=1))
+    async with a.scene as at_a:
+        await whole(at_a)
+        home.claims = IdempotencyClaims()
+        other = await at_a.post(TEXT, BODY | {"max_tokens": 5}, headers=HEADERS)
+        check(other, 422, "idempotency_key_reused", "another request body")
+    assert len(home.claims) == 0
+
+
 async def test_what_was_refused_before_it_began_is_no_other_gateways_either() -> None:
     home = Home()
     keys = StaticApiKeys({hashlib.sha256(b"t").digest(): Tenant(id="t", requests_per_minute=1)})
@@ -270,7 +281,7 @@ async def test_the_last_request_that_leaves_withdraws_the_claim() -> None:
 
 @dataclass
 class HeldBuckets:
-    """``ExactRates`` whose buckets hold ``left``.  Charges are asked for in ``asked``, and answered with ``answers``."""
+    """``ExactRates`` whose buckets hold ``left``.  Charges are in ``asked``; each one of ``answers`` answers one."""
 
     left: float
     is_up: bool = True

@@ -333,17 +333,19 @@ class KeyClaim:
         usage: UncountedUsage,
         bill: Callable[[UsageDelta], None],
         *,
-        running: bool,
+        is_running: Callable[[], bool],
         on_counted: Callable[[UsageDelta, bool], None],
     ) -> None:
         """Calls ``bill`` with what no other gateway has counted, once the home says so.
 
-        A home that does not answer may be lost: the one that the key has by then is asked, too.  ``running``: this
-        gateway still computes it.  ``on_counted`` is called with the same, and whether another gateway computes it,
-        too.
+        A home that does not answer may be lost: the one that the key has by then is asked, too.  ``is_running`` says
+        whether this gateway still computes it.  ``on_counted`` is called with the same, and whether another gateway
+        computes it, too.
         """
 
-        message = msgspec.structs.replace(self._message, running=running, sent=usage.sent)
+        def ask(on_state: Callable[[IdempotencyKeyState | None], None]) -> None:
+            message = msgspec.structs.replace(self._message, running=is_running(), sent=usage.sent)
+            self.homes.send(message, on_state)
 
         def count(state: IdempotencyKeyState | None) -> None:
             part = usage.beyond(() if state is None else state.sent)
@@ -352,11 +354,11 @@ class KeyClaim:
 
         def on_state(state: IdempotencyKeyState | None) -> None:
             if state is None:
-                self.homes.send(message, count)
+                ask(count)
             else:
                 count(state)
 
-        self.homes.send(message, on_state)
+        ask(on_state)
 
     def end(self, *, withdrawn: bool = False) -> None:
         """This gateway computes it no more.  ``withdrawn``: it never did."""
@@ -544,7 +546,7 @@ class CachedStream:
             return
         on_counted = partial(self._count_deferred, self.claim, computed, prompts)
         if usage.first or usage.parts:
-            self.claim.settle(usage, bill, running=self.is_running, on_counted=on_counted)
+            self.claim.settle(usage, bill, is_running=lambda: self.is_running, on_counted=on_counted)
         else:
             on_counted(usage.beyond(), False)
 
@@ -649,6 +651,8 @@ class IdempotencyCache:
             self._drop(keyed.key)
             entry = None
         if entry is not None and entry.mark != keyed.mark:
+            if claim is not None:  # the home has forgotten the one that has the key
+                claim.end(withdrawn=True)
             raise _key_reused()
         met = _outcome(entry, keyed)
         is_shared = claim is not None and claim.is_shared

@@ -26,7 +26,10 @@ MAX_CLAIMED_KEYS = 65_536
 MAX_TENANT_CLAIMED_KEYS = 16_384
 
 CLAIM_S = 600.0
-"""For which a key is kept after the last message about it."""
+"""For which a key is kept after the last message about it, and after the gateway that computes it was last there."""
+
+MAX_RUNNING_S = 86_400.0
+"""For which a key is kept at most because a gateway computes it: the message of its end may have been lost."""
 
 CLAIMS_PER_S = 1000.0
 """Of one gateway.  Beyond that and ``CLAIMS_BURST`` its messages change nothing here."""
@@ -49,6 +52,7 @@ class GatewayProcess(NamedTuple):
 class _Claim:
     mark: bytes
     until: float
+    runs_until: float  # that long a gateway may compute it
     computed_by: GatewayProcess | None = None
     sent: array[int] = field(default_factory=lambda: array("I"))  # of each choice; empty: nothing is counted
 
@@ -80,7 +84,7 @@ class IdempotencyClaims:
         """Takes a gateway's message, and returns what was known before it."""
         if not self._allows(gateway.name, now):
             return _state(message, IdempotencyKeyStatus.UNTRACKED)
-        self._expire(now)
+        self._expire(is_connected, now)
         claim = self._find(message)
         if claim is None:
             if not message.withdrawn:
@@ -94,13 +98,12 @@ class IdempotencyClaims:
         state = _state(message, status, claim.sent)
         if not runs_elsewhere:
             claim.computed_by = gateway if message.running else None
+            claim.runs_until = now + MAX_RUNNING_S
             if message.withdrawn and not claim.sent:
                 self._drop(message.key)
                 return state
         claim.sent = array("I", map(max, zip_longest(claim.sent, message.sent, fillvalue=0)))
-        claim.until = now + CLAIM_S
-        self._owners.move_to_end(message.key)
-        self._tenants[message.tenant].move_to_end(message.key)
+        self._renew(message.key, message.tenant, now)
         return state
 
     def _find(self, message: ClaimIdempotencyKey) -> _Claim | None:
@@ -112,8 +115,9 @@ class IdempotencyClaims:
         if message.key in self._owners:  # under another tenant
             self._drop(message.key)
         claims = self._tenants.setdefault(message.tenant, OrderedDict())
+        computed_by = gateway if message.running else None
         claims[message.key] = _Claim(
-            message.mark, now + CLAIM_S, gateway if message.running else None, array("I", message.sent)
+            message.mark, now + CLAIM_S, now + MAX_RUNNING_S, computed_by, array("I", message.sent)
         )
         self._owners[message.key] = message.tenant
         if len(claims) > MAX_TENANT_CLAIMED_KEYS:
@@ -130,12 +134,24 @@ class IdempotencyClaims:
         if not claims:
             del self._tenants[tenant]
 
-    def _expire(self, now: float) -> None:
+    def _renew(self, key: bytes, tenant: bytes, now: float) -> None:
+        self._tenants[tenant][key].until = now + CLAIM_S
+        self._owners.move_to_end(key)
+        self._tenants[tenant].move_to_end(key)
+
+    def _expire(self, is_connected: Callable[[GatewayProcess], bool], now: float) -> None:
+        """Forget what is over.  A gateway says nothing of a key while it computes it, however long that takes."""
         while self._owners:
             key, tenant = next(iter(self._owners.items()))
-            if self._tenants[tenant][key].until > now:
+            claim = self._tenants[tenant][key]
+            if claim.until > now:
                 return
-            self._drop(key)
+            if claim.computed_by is None:
+                self._drop(key)
+                continue
+            if claim.runs_until <= now or not is_connected(claim.computed_by):
+                claim.computed_by = None  # for one that is gone, too, the key is kept for some time
+            self._renew(key, tenant, now)
 
     def _allows(self, gateway: str, now: float) -> bool:
         """Whether this gateway may change something once more."""

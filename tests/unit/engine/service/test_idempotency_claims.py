@@ -9,6 +9,7 @@ from penstock.engine.service.idempotency_claims import (
     CLAIM_S,
     CLAIMS_BURST,
     CLAIMS_PER_S,
+    MAX_RUNNING_S,
     GatewayProcess,
     IdempotencyClaims,
 )
@@ -93,8 +94,8 @@ def test_what_was_refused_at_its_gateway_was_never_there() -> None:
 
 def test_a_key_is_forgotten_some_time_after_its_last_use() -> None:
     home = Home()
-    home.say(A, 1, running=True)
-    home.say(A, 2, running=True)
+    home.say(A, 1)
+    home.say(A, 2)
     home.now = CLAIM_S - 1
     home.say(A, 1, sent=(3,))
     home.now = CLAIM_S + 1
@@ -103,6 +104,34 @@ def test_a_key_is_forgotten_some_time_after_its_last_use() -> None:
     home.now += CLAIM_S
     home.say(B, 3)
     assert len(home.claims) == 1
+
+
+def test_a_key_is_not_forgotten_while_a_gateway_computes_it() -> None:
+    home = Home()
+    for key in (1, 2):
+        home.say(A, key, running=True)
+    for minutes in range(15, 46, 15):
+        home.now = 60.0 * minutes
+        assert home.say(B, 1, running=True).status is RUNNING
+        assert home.say(B, 2, mark=2, running=True).status is REUSED
+    home.connected = {B}
+    home.now += CLAIM_S + 1
+    assert home.say(B, 2, running=True).status is KNOWN, "also some time after its gateway has gone"
+    home.say(B, 2)
+    home.now += CLAIM_S + 1
+    home.say(B, 3)
+    assert len(home.claims) == 1
+
+
+def test_a_key_whose_end_was_lost_is_forgotten_in_the_end() -> None:
+    home = Home()
+    home.say(A, 1, running=True)
+    while home.now < MAX_RUNNING_S:
+        assert len(home.claims) == 1
+        home.now += CLAIM_S
+        home.say(B, 2, withdrawn=True)
+    home.now += CLAIM_S
+    assert home.say(B, 1, mark=2).status is NEW
 
 
 def test_tenants_share_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
