@@ -66,7 +66,8 @@ async def test_a_stream_goes_on_from_saved_tokens_and_is_counted_as_one_that_is_
     assert request.begun.identity is not None
     assert b.homes.resumed == SAVED
     assert b.usage == sums(b, c) == (1, len(request.prompt), 40, 0, 0)
-    assert b.homes.counted == (len(request.prompt), 40, 0)
+    assert (a.deferred, b.deferred) == ([False], [True])
+    assert b.homes.counted == (0, 40 - SAVED, 0), "the first has counted its prompt and tokens as they came"
     assert b.met == [KeyOutcome.RESUMED if resumes else KeyOutcome.SHARED]
 
 
@@ -82,6 +83,23 @@ async def test_saved_tokens_are_found_though_the_home_of_the_key_does_not_answer
     assert b.homes.resumed == SAVED
     assert b.deferred == [True]
     assert sums(a, b) == (1, len(b.streams.opened[0].prompt), 40, 0, 0)
+    assert b.homes.counted[:2] == (0, 40 - max(SAVED, a.usage[2]))
+
+
+async def test_a_choice_of_which_nothing_was_saved_is_counted_whole() -> None:
+    home, limits = Home(), RequestLimits(resume_grace_s=0.0)
+    a, b = (Gateway(home, name, limits) for name in "ab")
+    body = BODY | {"prompt": ["Once", "Twice upon a time"]}
+    async with a.scene as at_a, b.scene as at_b:
+        a.homes.delivers = 1
+        await leave_after(at_a, 10, body, HEADERS)
+        a.streams.opened.pop()
+        save(home, a)
+        home.gone.add("a")
+        assert (await at_b.post(TEXT, body, headers=HEADERS)).status_code == 200
+    prompts = {bool(request.begun.tokens): len(request.prompt) for request in b.streams.opened}
+    assert b.usage == (1, prompts[True] + prompts[False], 80, 0, 0)
+    assert b.homes.counted == (prompts[False], 80 - SAVED, 0)
 
 
 async def test_a_request_that_is_new_everywhere_is_not_searched_for() -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self
 
@@ -334,13 +335,13 @@ class KeyClaim:
         bill: Callable[[UsageDelta], None],
         *,
         is_running: Callable[[], bool],
-        on_counted: Callable[[UsageDelta, bool], None],
+        on_counted: Callable[[Sequence[int], bool], None],
     ) -> None:
         """Calls ``bill`` with what no other gateway has counted, once the home says so.
 
         A home that does not answer may be lost: the one that the key has by then is asked, too.  ``is_running`` says
-        whether this gateway still computes it.  ``on_counted`` is called with the same, and whether another gateway
-        computes it, too.
+        whether this gateway still computes it.  ``on_counted`` is called with the tokens of each choice that others
+        have counted, and whether another gateway computes it, too.
         """
 
         def ask(on_state: Callable[[IdempotencyKeyState | None], None]) -> None:
@@ -348,9 +349,9 @@ class KeyClaim:
             self.homes.send(message, on_state)
 
         def count(state: IdempotencyKeyState | None) -> None:
-            part = usage.beyond(() if state is None else state.sent)
-            bill(part)
-            on_counted(part, state is not None and state.status is IdempotencyKeyStatus.RUNNING)
+            counted = () if state is None else state.sent
+            bill(usage.beyond(counted))
+            on_counted(counted, state is not None and state.status is IdempotencyKeyStatus.RUNNING)
 
         def on_state(state: IdempotencyKeyState | None) -> None:
             if state is None:
@@ -404,6 +405,18 @@ class _BufferedChoice:
         """The count of buffered numbers, roughly."""
         tops = (len(token.top) for batch in self.batches for token in batch.logprobs or ())
         return sum(len(batch.tokens) for batch in self.batches) + sum(2 * (1 + top) for top in tops)
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Tokens up to the last one that another gateway had computed; 0: there is none."""
+        known = resumed = 0
+        for batch in self.batches:
+            known += len(batch.tokens)
+            if batch.resumed:
+                resumed = known
+            elif not batch.stored:
+                break
+        return resumed
 
     def enough(self) -> None:
         """A consumer found the end of the response in the tokens so far."""
@@ -535,30 +548,45 @@ class CachedStream:
         return any(not tokens.finished and not tokens.failed for tokens in self._choices.values())
 
     def settle(
-        self, usage: UncountedUsage, bill: Callable[[UsageDelta], None], computed: UsageDelta, prompts: int
+        self, usage: UncountedUsage, bill: Callable[[UsageDelta], None], computed: UsageDelta, prompts: Sequence[int]
     ) -> None:
         """Calls ``bill`` with the part of this usage that no gateway has counted.
 
-        ``computed``: what this gateway has computed for it and not settled before.  ``prompts``: their tokens.
+        ``computed``: what this gateway has computed for it and not settled before.  ``prompts``: the tokens of
+        each choice's.
         """
         if self.claim is None:
             bill(usage.beyond())
             return
-        on_counted = partial(self._count_deferred, self.claim, computed, prompts)
+        on_counted = partial(self._count_deferred, self.claim, usage, computed=computed, prompts=prompts)
         if usage.first or usage.parts:
             self.claim.settle(usage, bill, is_running=lambda: self.is_running, on_counted=on_counted)
         else:
-            on_counted(usage.beyond(), False)
+            on_counted((), False)
 
     def _count_deferred(
-        self, claim: KeyClaim, computed: UsageDelta, prompts: int, part: UsageDelta, elsewhere: bool
+        self,
+        claim: KeyClaim,
+        usage: UncountedUsage,
+        counted: Sequence[int],
+        elsewhere: bool,
+        *,
+        computed: UsageDelta,
+        prompts: Sequence[int],
     ) -> None:
-        """Counts what the router has not counted.  ``elsewhere``: another gateway counts its tokens as they come."""
+        """Counts what the router has not counted.  ``elsewhere``: another gateway counts its tokens as they come, as
+        the one did that had the resumed ones computed."""
         if not self.is_deferred:
             return
-        counts = not elsewhere
-        prompt_tokens = prompts if counts and part.first else 0
-        generated = part.tokens - part.stored if counts else 0
+        part, prompt_tokens, generated = usage.beyond(counted), 0, 0
+        if not elsewhere:
+            resumed = [
+                self._choices[choice].resumed_tokens if choice in self._choices else 0 for choice in range(len(prompts))
+            ]
+            own = usage.beyond([max(pair) for pair in zip_longest(counted, resumed, fillvalue=0)])
+            generated = own.tokens - own.stored
+            if part.first:
+                prompt_tokens = sum(tokens for tokens, begun in zip(prompts, resumed, strict=True) if not begun)
         claim.homes.count_tokens(prompt_tokens, generated, max(0, computed.tokens - part.tokens))
 
     @property

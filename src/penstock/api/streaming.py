@@ -138,7 +138,7 @@ class ResponseStream:
             if self.resume.shared is None:
                 bill(uncounted.beyond())
             else:
-                prompts = sum(len(request.prompt) for request in self._prepared.requests)
+                prompts = [len(request.prompt) for request in self._prepared.requests]
                 self.resume.shared.settle(uncounted, bill, computed, prompts)
         return used
 
