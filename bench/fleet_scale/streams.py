@@ -132,7 +132,7 @@ class StreamWorker:
             self.running.pop(message.request, None)
         elif isinstance(message, ClaimIdempotencyKey):
             gateway, known = self._gateways[peer], self._newest()
-            state = self._claims.on_claim(gateway, message, known.__contains__, now, gateways=len(known))
+            state = self._claims.on_claim(gateway, message, known.__contains__, now)
             if message.serial:
                 self.listener.send(peer, state)
         elif isinstance(message, SaveTokens):

@@ -37,7 +37,14 @@ SETTINGS = {
 LEAN = ("--include-log-monitor=false",)
 LEAN_HEAD = (*LEAN, "--include-dashboard=false", "--no-monitor")
 """For ``ray start``, as docs/fleet.md has them: fewer processes, each of which takes a second or two of CPU to start."""
-FIRST = ("setsid", "--wait", "sh", "-c", '[ ! -w /proc/self/autogroup ] || echo -10 >/proc/self/autogroup; exec "$@"', "sh")
+FIRST = (
+    "setsid",
+    "--wait",
+    "sh",
+    "-c",
+    '[ ! -w /proc/self/autogroup ] || echo -10 >/proc/self/autogroup; exec "$@"',
+    "sh",
+)
 """As docs/fleet.md has it: Linux shares processors out among sessions, so those of Ray's commands go before the nodes'."""
 
 REDIS_HOST = "r"
