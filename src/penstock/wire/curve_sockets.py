@@ -145,7 +145,7 @@ class ConnectionEvents:
         self._reader: zmq.Socket[bytes] = zmq_socket.context.socket(zmq.PAIR)
         try:
             self._reader.setsockopt(zmq.LINGER, 0)
-            # The reader comes first: events that nobody can read stop the library's only I/O thread for good.
+            # The reader comes first: events without a reader stop the library's only I/O thread for good.
             self._reader.connect(place)
             zmq_socket.monitor(place, events)
         except zmq.ZMQError:
