@@ -471,7 +471,7 @@ class NodeRunner:
             self._thread.start()
 
     def report(self) -> NodeReport:
-        """How the node is now.  Its members are told while it waits, too: the actor before this one may run it."""
+        """How the node is now.  It names its members while it waits, too: the actor before this one may run it."""
         with self._lock:
             if self._process is not None:
                 return self._process.report(self.order, *self._endpoints)

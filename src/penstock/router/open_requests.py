@@ -47,7 +47,7 @@ class OpenRequestHomes:
         self._secret = blake2b(secret, digest_size=32, person=b"penstock open").digest()
         self._open: dict[bytes, int] = {}  # here, also those that wait for an answer
         self._refreshed_at = float("-inf")
-        self._due: list[bytes] = []  # to be told to their homes
+        self._due: list[bytes] = []  # whose homes are to hear of them
         self._per_tick = REFRESHED_PER_TICK
 
     async def acquire(self, key: str, limit: int) -> bool:

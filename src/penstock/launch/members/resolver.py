@@ -163,7 +163,7 @@ def system_look_up(host: str, port: int) -> LookUp:
 class ResolvedMembers:
     """The members of another source, with numeric endpoints in the place of names.
 
-    A name that is not resolved yet holds up no other member.  While there are only such, nothing is told: an empty set
+    A name that is not resolved yet holds up no other member.  While there are only such, nothing is said: an empty set
     would say that there are no members.
     """
 
