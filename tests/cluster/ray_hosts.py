@@ -23,8 +23,8 @@ REDIS_PORT = 6390
 RUN_S = 110.0
 """For a command to end."""
 STARTS = 3
-"""Of a host, at most: a raylet whose agents are not up within 15 s, which no setting changes, ends; then `ray start` does
-after 30 s."""
+"""Of a host, at most: a raylet whose agents are not up within 15 s ends, which no setting changes, and after 30 s
+`ray start` does."""
 SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -36,16 +36,10 @@ SETTINGS = {
 
 LEAN = ("--include-log-monitor=false",)
 LEAN_HEAD = (*LEAN, "--include-dashboard=false", "--no-monitor")
-"""For ``ray start``, as docs/fleet.md has them: fewer processes, each of which takes a second or two of CPU to start."""
-FIRST = (
-    "setsid",
-    "--wait",
-    "sh",
-    "-c",
-    '[ ! -w /proc/self/autogroup ] || echo -10 >/proc/self/autogroup; exec "$@"',
-    "sh",
-)
-"""As docs/fleet.md has it: Linux shares processors out among sessions, so those of Ray's commands go before the nodes'."""
+"""For ``ray start``, as docs/fleet.md has them: fewer processes, which take a second or two of CPU each to start."""
+WEIGHT = '[ ! -w /proc/self/autogroup ] || echo -10 >/proc/self/autogroup; exec "$@"'
+FIRST = ("setsid", "--wait", "sh", "-c", WEIGHT, "sh")
+"""As docs/fleet.md has it: Linux shares processors out among sessions, so Ray's commands go before the nodes."""
 
 REDIS_HOST = "r"
 

@@ -102,7 +102,7 @@ def _fields(row: NodeStatus) -> dict[str, object]:
 
 def _cells(row: NodeStatus) -> list[str]:
     report = row.report
-    places = [member.endpoint.removeprefix("tcp://") for member in report.members] if report else []
+    places = [member.endpoint.removeprefix("tcp://") for member in report.members] if report and report.pid else []
     return [
         row.node,
         row.state,

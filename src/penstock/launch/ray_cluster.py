@@ -87,9 +87,12 @@ def connected(address: str | None) -> Iterator[RayCluster]:
         within(INIT_S, init, f"the Ray cluster at {where} does not answer")
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ConfigError(
-            f"no Ray cluster at {where}: {reason}; start one on this host with `ray start`, or name it with --address"
-        ) from None
+        if where == "auto":
+            missing = isinstance(error, ConnectionError) and "Could not find" in reason
+            reason = "no Ray cluster runs on this host" if missing else f"the Ray cluster of this host: {reason}"
+        else:
+            reason = f"no Ray cluster at {where}: {reason}"
+        raise ConfigError(f"{reason}; start Ray here with `ray start`, or name a cluster with --address") from None
     try:
         yield RayCluster()
     finally:
