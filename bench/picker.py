@@ -113,8 +113,9 @@ def plot(found: dict[str, list[list[float]]], path: Path) -> None:
     )
     plain = [statistics.median(each) for each in found[PLAIN]]
     for name, rounds in found.items():
-        every = sorted(each for part in rounds for each in part)
-        (line,) = left.step(every, [100 * (number + 1) / len(every) for number in range(len(every))], label=name)
+        every = [each for part in rounds for each in part]
+        shares = [number / 200 for number in range(200)]
+        (line,) = left.plot([quantile(every, share) for share in shares], [100 * each for each in shares], label=name)
         if name in (SPREAD, KEYED):
             added = [statistics.median(mine) - alone for mine, alone in zip(rounds, plain, strict=True)]
             right.plot(range(1, len(added) + 1), added, "o", color=line.get_color(), label=name)
