@@ -70,6 +70,20 @@ class Host:
                 await asyncio.sleep(0.01)
 
 
+async def use_up_in_outage(host: Host, server: Any) -> float:
+    """The host admits its share while Redis is stopped, which is back afterwards; returns when that began."""
+    began = time.monotonic()
+    pid = server.info("server")["process_id"]
+    assert await host.ask(1) == 1
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert await host.ask(30) >= 13
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await host.wait_up()
+    return began
+
+
 @asynccontextmanager
 async def hosts(url: str, number: int = 2) -> AsyncIterator[list[Host]]:
     made = [Host(url) for _ in range(number)]
@@ -148,15 +162,7 @@ async def test_what_hosts_admit_while_redis_is_away_is_not_admitted_again_when_i
     url: str, server: Any
 ) -> None:
     async with hosts(url, 1) as (host,):
-        began = time.monotonic()
-        pid = server.info("server")["process_id"]
-        assert await host.ask(1) == 1
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            assert await host.ask(30) >= 13
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await host.wait_up()
+        began = await use_up_in_outage(host, server)
         assert await host.ask(30) <= 1 + (time.monotonic() - began) * 30 / 60
 
 
@@ -164,15 +170,7 @@ async def test_a_client_that_leaves_during_the_first_charge_of_a_bucket_makes_it
     url: str, server: Any
 ) -> None:
     async with hosts(url, 1) as (host,):
-        began = time.monotonic()
-        pid = server.info("server")["process_id"]
-        assert await host.ask(1) == 1
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            assert await host.ask(30) >= 13
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await host.wait_up()
+        began = await use_up_in_outage(host, server)
         leaving = asyncio.create_task(host.ask(1))
         await asyncio.sleep(0)  # its charge is under way
         leaving.cancel()
@@ -182,15 +180,7 @@ async def test_a_client_that_leaves_during_the_first_charge_of_a_bucket_makes_it
 async def test_a_bucket_is_not_too_full_because_another_of_its_tenant_was_charged_first(url: str, server: Any) -> None:
     """The tokens of a response that ends are charged alone, and may be what comes first when Redis is back."""
     async with hosts(url, 1) as (host,):
-        began = time.monotonic()
-        pid = server.info("server")["process_id"]
-        assert await host.ask(1) == 1
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            assert await host.ask(30) >= 13
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await host.wait_up()
+        began = await use_up_in_outage(host, server)
         host.rates.charge_completion(ANN, 5)
         await asyncio.gather(*host.exact._pending)
         assert await host.ask(30) <= 1 + (time.monotonic() - began) * 30 / 60
