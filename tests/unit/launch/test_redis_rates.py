@@ -24,7 +24,7 @@ from penstock.launch.shared_rates import SharedTokenBuckets
 redis = pytest.importorskip("redis", reason="the extra redis is not installed")
 
 ANN = Tenant(id="ann", requests_per_minute=30, tokens_per_minute=3000)
-TIMEOUT_S = 0.25
+TIMEOUT_S = 1.0
 PATIENCE_S = 30.0
 
 
