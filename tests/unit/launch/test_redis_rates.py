@@ -167,13 +167,22 @@ async def test_what_hosts_admit_while_redis_is_away_is_not_admitted_again_when_i
 
 
 async def test_a_client_that_leaves_during_the_first_charge_of_a_bucket_makes_it_no_fuller(
-    url: str, server: Any
+    url: str, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosts(url, 1) as (host,):
         began = await use_up_in_outage(host, server)
-        leaving = asyncio.create_task(host.ask(1))
-        await asyncio.sleep(0)  # its charge is under way
-        leaving.cancel()
+        waiting = asyncio.Event()
+
+        async def wait(**_: object) -> None:
+            """For a connection to Redis."""
+            waiting.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host.exact, "_script", wait)
+            leaving = asyncio.create_task(host.ask(1))
+            await waiting.wait()
+            leaving.cancel()
         assert await host.ask(30) <= 1 + (time.monotonic() - began) * 30 / 60
 
 
