@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -80,13 +79,9 @@ class Rig:
     def load(self, urls: list[str], headers: dict[str, str]) -> Iterator[KeyedLoad]:
         """So many streams at a time without a pause, which have begun to be answered; they end with the block."""
         load = KeyedLoad(urls, self.streams, headers=headers)
-        with ThreadPoolExecutor(1) as pool, ExitStack() as asking:
-            asking.callback(load.stop)  # before the pool waits for its thread
-            asked = pool.submit(load.run)
+        with load.running():
             load.wait_answers(self.streams, PATIENCE_S)
             yield load
-            load.stop()
-            asked.result()
 
 
 def ready_rows(fleet: RayFleet, names: Collection[str], *, other_than: tuple[str, int] | None = None) -> Rows | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from .server import PenstockServer
+from .server import PATIENCE_S, PenstockServer
 from .streams import AGAIN_S, BrokenAnswerError, keyed_completion, make_client
 
 BODY = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
@@ -38,6 +40,16 @@ class KeyedLoad:
 
     def stop(self) -> None:
         self._over.set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In a thread, for the time of the block; then what is asked for is still answered."""
+        with ThreadPoolExecutor(1) as pool, ExitStack() as asking:
+            asking.callback(self.stop)  # before the pool waits for its thread
+            asked = pool.submit(self.run)
+            yield
+            self.stop()
+            asked.result()
 
     def wait_answers(self, more: int, patience_s: float) -> None:
         """Until so many more have come."""
@@ -80,6 +92,23 @@ class KeyedLoad:
                 self.answers.append((seed, answer.identical))
                 self.resumed += answer.resumed > 0
             number += 1
+
+
+def is_streaming(gateway: PenstockServer) -> bool:
+    """Whether a client has a part of a response, most likely: a stream that has not begun is repeated, not resumed."""
+    metrics = gateway.metrics()
+    return metrics["penstock:requests_open"] > 0 and metrics["penstock:generation_tokens_total"] >= 100
+
+
+def leave_one_gateway(gateways: Sequence[PenstockServer], load: KeyedLoad) -> None:
+    """Kill the last one amid a stream, and stop the others but the first, which clients then have alone."""
+    *stopped, killed = gateways[1:]
+    killed.wait_for(lambda: is_streaming(killed), PATIENCE_S, "asked")
+    killed.kill()
+    for gateway in gateways[1:]:
+        load.urls.remove(gateway.url)
+    for gateway in stopped:
+        gateway.stop()
 
 
 def undisturbed(server: PenstockServer, clients: int) -> dict[int, Identical]:

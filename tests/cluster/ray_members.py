@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .keyed_load import Identical, KeyedLoad
+from .keyed_load import Identical, KeyedLoad, leave_one_gateway
 from .ray_fleet import KEY, RayFleet, ready_workers
 from .ray_hosts import RayHosts
 from .server import PATIENCE_S, PenstockServer
@@ -43,12 +42,6 @@ def outside_gateway(ray: RayHosts, folder: Path, keys: Path, silent_s: float = 4
     return server
 
 
-def is_streaming(gateway: PenstockServer) -> bool:
-    """Whether a client has a part of a response, most likely: a stream that has not begun is repeated, not resumed."""
-    metrics = gateway.metrics()
-    return metrics["penstock:requests_open"] > 0 and metrics["penstock:generation_tokens_total"] >= 100
-
-
 def scaled_under_load(ray: RayHosts, folder: Path, wanted: Mapping[int, Identical]) -> Scaled:
     """Workers 2 -> 6 -> 2 and gateways 2 -> 4 -> 1, of the four one is killed.  ``wanted``: of each client's seed."""
     fleet = RayFleet(ray, folder)
@@ -62,7 +55,7 @@ def scaled_under_load(ray: RayHosts, folder: Path, wanted: Mapping[int, Identica
             for gateway in gateways[:2]:
                 _wait_uses(gateway, FEW)
             load = KeyedLoad([gateway.url for gateway in gateways[:2]], len(wanted), headers=gateways[0].key_headers())
-            with _running(load):
+            with load.running():
                 return _scaled(fleet, gateways, load, stack)
     finally:
         fleet.command("down")
@@ -83,12 +76,7 @@ def _scaled(fleet: RayFleet, gateways: list[PenstockServer], load: KeyedLoad, st
     used_s = time.monotonic() - began
     stays.wait_for(lambda: stays.worker("b-both-3")["running"] > 0, PATIENCE_S, "asked")
 
-    gateways[3].wait_for(lambda: is_streaming(gateways[3]), PATIENCE_S, "asked")
-    gateways[3].kill()
-    for gateway in gateways[1:]:
-        load.urls.remove(gateway.url)
-    for gateway in gateways[1:3]:
-        gateway.stop()
+    leave_one_gateway(gateways, load)
     fleet.write(a=NODE_OF_FEW)
     fleet.command("up")
     began = time.monotonic()
@@ -100,16 +88,6 @@ def _scaled(fleet: RayFleet, gateways: list[PenstockServer], load: KeyedLoad, st
     after = stays.gateway_pid(), fleet.nodes(code=0)["a"]["pid"]
     assert all(row["kv_pages_leaked"] == 0 for row in stays.workers())
     return Scaled(load, used_s, forgotten_s, sum(one != other for one, other in zip(before, after, strict=True)))
-
-
-@contextmanager
-def _running(load: KeyedLoad) -> Iterator[None]:
-    """Ends with the load, or ends it."""
-    with ThreadPoolExecutor(1) as pool, ExitStack() as asking:
-        asking.callback(load.stop)  # before the pool waits for its thread
-        asked = pool.submit(load.run)
-        yield
-        asked.result()
 
 
 def _wait_uses(gateway: PenstockServer, workers: tuple[str, ...]) -> None:

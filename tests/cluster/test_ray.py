@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -79,14 +78,10 @@ def seeded() -> dict[int, keyed_load.Identical]:
 def loaded(fleet: RayFleet) -> Iterator[KeyedLoad]:
     """Streams at both gateways, so many at a time, without a pause."""
     load = KeyedLoad([fleet.a.url, fleet.b.url], CLIENTS, headers=fleet.a.key_headers())
-    with ThreadPoolExecutor(1) as pool, ExitStack() as asking:
-        asking.callback(load.stop)  # before the pool waits for its thread
-        asked = pool.submit(load.run)
+    with load.running():
         load.wait_answers(CLIENTS, PATIENCE_S)
         yield load
         load.wait_answers(CLIENTS, PATIENCE_S)
-        load.stop()
-        asked.result()
 
 
 @pytest.fixture
