@@ -22,7 +22,7 @@ from penstock.wire.zeromq import ZmqTransport
 
 from .asking import ask, streaming
 from .server import PATIENCE_S, PenstockNode, PenstockServer, PenstockWorker, free_port
-from .test_nodes import NODE, free_ports
+from .test_nodes import NODE, SPLIT, free_ports
 
 FLEET = """
 name = "two hosts"
@@ -41,7 +41,7 @@ no_path_s = 60.0
 def two_nodes(folder: NodeFolder, tmp_path: Path) -> Iterator[tuple[PenstockNode, PenstockNode]]:
     """Nodes ``a`` and ``b``, each with a prefill worker, a decode worker and a gateway."""
     http, ports, file = (free_port(), free_port()), free_ports(), tmp_path / "fleet.toml"
-    nodes = [NODE.format(name=name, http=http[i], port=ports[i]) for i, name in enumerate("ab")]
+    nodes = [NODE.format(name=name, http=http[i], port=ports[i], workers=SPLIT) for i, name in enumerate("ab")]
     head = FLEET.format(keys=folder.host(""), audit=tmp_path / "audit.jsonl")
     file.write_text("".join((head, *nodes)))
     with ExitStack() as stack:
