@@ -14,11 +14,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 from transport_place import PATIENCE_S, Place, note
 
 from node_folder import NodeFolder
 from penstock.types import Duty, ModelIdentity, RequestId, WorkerId
-from penstock.wire import curve_sockets, node_keys
+from penstock.wire import curve_sockets, node_keys, zeromq
 from penstock.wire.codec import PeerMessage
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import AssignRole, Hello, Tokens
@@ -202,6 +203,46 @@ def test_a_key_that_is_no_nodes_gets_in_once_it_is_one(folder: NodeFolder) -> No
         assert ends.refusals[0] == PeerRefusal("unknown_key", address="127.0.0.1")
         folder.deliver_registry("w")
         ends.hears(link, hello)
+
+
+def test_who_takes_a_connections_name_has_not_its_key(folder: NodeFolder) -> None:
+    """The routing id of a connection is chosen by its peer."""
+    with running(folder) as ends:
+        link = ends.link(folder.keys("g"))
+        peer = ends.hears(link, MESSAGES["hello"])
+        link.close()
+        ends.until(lambda: ends.listener.recv() is None and not ends.listener.send(peer, note(1)))
+        thief = ends.link(folder.keys("v"))
+        ends.refuses(thief, MESSAGES["hello"])
+        socket: zmq.Socket[bytes] = thief.socket  # type: ignore[attr-defined]
+        socket.disconnect(ends.listener.endpoint)
+        socket.setsockopt(zmq.ROUTING_ID, peer)
+        socket.connect(ends.listener.endpoint)
+        for name in ("hello", "cancel", "drain"):
+            assert ends.refuses(thief, MESSAGES[name]) == PeerRefusal("no_right", "v", type(MESSAGES[name]).__name__)
+
+
+def test_a_listener_that_takes_many_keys_counts_its_connections_anew(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zeromq, "most_connections", lambda: 8)
+    with running(folder) as ends:
+        links = [ends.link(folder.keys("g"))]
+        links += [ends.transports[1].connect(ends.listener.endpoint, worker=WORKER) for _ in range(2)]
+        for _ in range(4):
+            before = ends.keys.public
+            folder.run("rotate", "w")
+            folder.deliver_registry()
+            for link in links:
+                ends.hears(link, MESSAGES["hello"])
+            folder.deliver_secret("w")
+            ends.until(lambda before=before: ends.listener.recv() or ends.keys.public != before, *links)
+            for link in links:
+                ends.hears(link, MESSAGES["hello"])
+            folder.run("rotate", "w", "--finish")
+            folder.deliver_registry()
+        links.append(ends.transports[1].connect(ends.listener.endpoint, worker=WORKER))
+        ends.hears(links[-1], MESSAGES["hello"])
 
 
 def test_a_revoked_node_is_ignored_from_its_next_message_on_and_is_told_nothing(folder: NodeFolder) -> None:

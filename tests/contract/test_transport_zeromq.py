@@ -25,6 +25,7 @@ from penstock.types import WorkerId
 from penstock.wire import codec, zeromq
 from penstock.wire.codec import PROTOCOL_VERSION
 from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.curve_sockets import ConnectionEvents
 from penstock.wire.supervisor_messages import WorkerDown
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqIntervals, ZmqTransport
@@ -322,6 +323,44 @@ def test_a_link_finds_whoever_listens_there_next_and_is_a_stranger_to_it() -> No
             assert heard is not None
             assert listener.send(heard.peer, note(7))
             assert Place(staying, "").wait_for(link).message == note(7)
+
+
+FIRST_PEER = """
+from contextlib import closing
+from penstock.types import RequestId
+from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.gateway_messages import Cancel
+from penstock.wire.zeromq import ZmqTransport
+
+keys = CurveKeys.ephemeral()
+with closing(ZmqTransport(keys)) as workers, closing(ZmqTransport(keys)) as gateways:
+    listener = workers.listen("tcp://127.0.0.1:0")
+    link = gateways.connect(listener.endpoint)
+    link.send(Cancel(request=RequestId("r"), epoch=1))
+    while (received := listener.recv()) is None:
+        workers.wait(1.0, [listener])
+print(received.peer.hex())
+"""
+
+
+def test_nobody_can_guess_what_the_next_connection_is_called() -> None:
+    """Who takes that name has the library end the process."""
+    command = [sys.executable, "-c", FIRST_PEER]
+    peers = {subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S).stdout for _ in range(3)}
+    assert len(peers) == 3
+
+
+def test_connections_that_cannot_be_watched_cost_no_descriptor() -> None:
+    """Tried again and again, they would take the last ones."""
+    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
+        link = transport.connect(f"ipc://@penstock-{fresh_name()}")
+        socket: zmq.Socket[bytes] = link.socket  # type: ignore[attr-defined]
+        before = len(os.listdir("/proc/self/fd"))
+        with _descriptors_left(1):
+            for _ in range(3):
+                with pytest.raises(zmq.ZMQError, match="Too many open files"):
+                    ConnectionEvents(socket, int(zmq.EVENT_DISCONNECTED))
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_more_links_than_the_library_has_sockets_by_default() -> None:

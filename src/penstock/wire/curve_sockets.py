@@ -145,6 +145,8 @@ class ConnectionEvents:
         self._reader: zmq.Socket[bytes] = zmq_socket.context.socket(zmq.PAIR)
         try:
             self._reader.setsockopt(zmq.LINGER, 0)
+            # The monitor's socket takes one more: a reader that has connected in vain keeps its own until the end.
+            os.close(_spare_descriptor())
             # The reader comes first: events without a reader stop the library's only I/O thread for good.
             self._reader.connect(place)
             zmq_socket.monitor(place, events)
@@ -261,26 +263,25 @@ class LinkKey:
 
 
 class SenderKeys:
-    """The key that each connection of a listener has proved.  It is read from a message, once for each connection."""
+    """The key that each peer of a listener has proved, read from every message: a peer may choose the routing id by
+    which the library knows its connection, and so take that of one that has gone."""
 
     MOST = 1 << 16
-    """Connections remembered, those that are gone among them; then all are read anew."""
+    """Peers remembered, those that are gone among them; then all are forgotten until their next messages."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, bytes] = {}
 
     def of(self, peer: bytes) -> bytes:
-        """As Z85; empty for one that has said nothing yet."""
+        """As Z85, of its last message; empty for one that has said nothing yet."""
         return self._known.get(peer, b"")
 
     def receive(self, zmq_socket: zmq.Socket[bytes], peer: bytes) -> bytes:
         """The next frame, which is this peer's."""
-        if peer in self._known:
-            return zmq_socket.recv(_NOBLOCK)
         frame = zmq_socket.recv(_NOBLOCK, copy=False)
+        user = frame.get("User-Id")
         if len(self._known) >= self.MOST:
             self._known.clear()
-        user = frame.get("User-Id")
         self._known[peer] = user.encode() if isinstance(user, str) else b""
         return frame.bytes
 
@@ -324,6 +325,14 @@ class ListenerSecurity:
             return True
         key = self._senders.of(peer)
         return not key or self._nodes.sender(key) is not None
+
+
+def _spare_descriptor() -> int:
+    """A descriptor that is free.  Raises zmq.ZMQError when there is none."""
+    try:
+        return os.eventfd(0)
+    except OSError as error:
+        raise zmq.ZMQError(error.errno) from error
 
 
 def readable(zmq_socket: zmq.Socket[bytes]) -> bool:

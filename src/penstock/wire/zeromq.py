@@ -130,6 +130,7 @@ class ZmqTransport:
         self._check_process()
         if self._gate is None:
             self._gate = self._make_gate()
+            _draw_first_routing_id()
         made = self._socket(zmq.ROUTER, endpoint)
         limit: _ConnectionLimit | None = None
         try:
@@ -299,11 +300,9 @@ class _ConnectionLimit:
         """Count connections that came and went."""
         for event, descriptor in self._events.read():
             if event == _LISTENING:
-                if self._listening is not None:
-                    self._listening.close()
-                self._listening = socket.socket(fileno=os.dup(descriptor))
+                self._listen_at(descriptor)
             else:
-                self._connected += 1 if event == _ACCEPTED else -1
+                self._connected = max(0, self._connected + (1 if event == _ACCEPTED else -1))
         full = self._connected >= self._most
         if full != self._shut and self._listening is not None:
             self._shut = full
@@ -317,11 +316,28 @@ class _ConnectionLimit:
                 else:
                     self._listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
+    def _listen_at(self, descriptor: int) -> None:
+        """It was bound, for the first time or anew: that ends connections, mostly without an event.  A filter stays."""
+        self._connected = 0
+        if self._listening is not None:
+            self._listening.close()
+        try:
+            self._listening = socket.socket(fileno=os.dup(descriptor))
+        except OSError as error:
+            self._listening = None
+            log.warning("the mailbox has no limit of connections: %s", error.strerror)
+
     def close(self) -> None:
         """To be called before its socket is closed."""
         self._events.close()
         if self._listening is not None:
             self._listening.close()
+
+
+def _draw_first_routing_id() -> None:
+    """The library numbers connections of a ROUTER from ``rand()`` on, which it leaves as every process has it.  A peer
+    that guesses such a number may take it for itself: then the connection that is to have it ends this process."""
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
 
 
 def most_connections() -> int:
