@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from penstock.api.idempotency import CachedStream, IdempotencyCache, IdempotentRequest, KeyOutcome, UsageDedup
+import asyncio
+
+from penstock.api.idempotency import (
+    CachedStream,
+    IdempotencyCache,
+    IdempotentRequest,
+    KeyClaim,
+    KeyOutcome,
+    UsageDedup,
+)
 from penstock.api.sse import EventSigner
 from penstock.clock import MonotonicClock
 from penstock.config.limits import RequestLimits
 from penstock.types import RequestId, SamplingParams, ValidRequest
+from penstock.wire.gateway_messages import IdempotencyKeyStatus
 
 from .streams import NullStreams, answer_tokens
+from .test_idempotency_homes import Home
 
 
 def keyed(number: int) -> IdempotentRequest:
     return IdempotentRequest(
-        key=number.to_bytes(4, "big"), name=str(number), seed=number, mark="m", signer=EventSigner(b"", b"")
+        key=number.to_bytes(4, "big"), name=str(number), seed=number, mark="6d" * 8, signer=EventSigner(b"", b"")
     )
+
+
+def request(number: int) -> ValidRequest:
+    return ValidRequest(
+        id=RequestId(f"r{number}"), prompt=(1, 2), block_hashes=(), arrival=0.0,
+        sampling=SamplingParams(seed=1, max_tokens=4),
+    )  # fmt: skip
 
 
 def test_nothing_is_kept_of_what_was_refused_before_it_began():
@@ -42,16 +60,44 @@ def test_an_answer_that_runs_is_kept_beyond_the_bound_of_keys():
         assert kept.lookup(keyed(number), NullStreams()) == (running[number], KeyOutcome.JOINED)
 
 
+async def test_the_end_of_an_answer_that_was_given_up_is_not_the_end_of_the_next_one():
+    home = Home()
+    kept, streams, homes = IdempotencyCache(RequestLimits(), MonotonicClock()), NullStreams(), home.of("a")
+    streams.gate = asyncio.Event()
+    first = KeyClaim(homes, keyed(1))
+    await kept.open_claim(keyed(1), first)
+    answer, _ = kept.lookup(keyed(1), streams, first)
+    answer.stream(request(1))
+    await streams.until(opened=1)
+
+    homes.held = asyncio.Queue()  # the next one is claimed
+    second = KeyClaim(homes, keyed(1))
+    claiming = asyncio.create_task(kept.open_claim(keyed(1), second))
+    on_state = await homes.held.get()
+    answer._choices[0].failed = True  # as at the end of the grace period, some turns before its task ends
+    answer._choices[0]._pump.cancel()
+    await asyncio.wait([answer._choices[0]._pump])
+    homes.held = None
+    on_state()
+    await claiming
+    again, _ = kept.lookup(keyed(1), streams, second)
+    again.stream(request(2))
+    await streams.until(opened=2)
+    assert again is not answer
+
+    other = KeyClaim(home.of("b"), keyed(1))
+    await other.open()
+    assert other.state is not None
+    assert other.state.status is IdempotencyKeyStatus.RUNNING
+
+
 async def test_who_asks_again_and_again_for_a_kept_answer_leaves_nothing_behind():
     streams = NullStreams()
-    answer = CachedStream(streams, 1.0, lambda: None, UsageDedup())
+    answer = CachedStream(streams, 1.0, lambda _: None, UsageDedup(), is_computed=lambda: True)
     for number in range(50):
-        request = ValidRequest(
-            id=RequestId(f"r{number}"), prompt=(1, 2), block_hashes=(), arrival=0.0,
-            sampling=SamplingParams(seed=1, max_tokens=4),
-        )  # fmt: skip
-        reader = answer.stream(request)
-        assert [token async for batch in reader for token in batch.tokens] == list(answer_tokens(request, 4096)[0])
+        asked = request(number)
+        reader = answer.stream(asked)
+        assert [token async for batch in reader for token in batch.tokens] == list(answer_tokens(asked, 4096)[0])
         await reader.aclose()
-        answer.mark_stopped(request.id)  # too late to mean anything
+        answer.mark_stopped(asked.id)  # too late to mean anything
     assert answer._asked == {}

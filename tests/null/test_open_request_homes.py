@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from penstock.engine.service.open_requests import COUNT_VALID_S
 from penstock.router.home_calls import ANSWER_S
-from penstock.router.open_requests import REFRESHED_PER_TICK
+from penstock.router.open_requests import REFRESH_S, REFRESHED_PER_TICK
 from penstock.wire.gateway_messages import KEY_DIGEST_BYTES
 
 from .router_town import Town
-from .test_rate_shares import Host, close, serve
+from .test_rate_shares import STEP_S, Host, close, serve
 
 KEY = "k-12"
 
@@ -70,8 +71,35 @@ async def test_homes_of_many_keys_are_told_a_part_of_them_in_each_turn(monkeypat
         groups = counts._homes.groups
         monkeypatch.setattr(counts._homes, "groups", lambda names: asked.append(len(names)) or groups(names))
         await serve(town, 3.0, hosts)
-        assert max(asked) <= REFRESHED_PER_TICK
+        assert max(asked) <= max(REFRESHED_PER_TICK, keys * STEP_S / REFRESH_S)
         assert sum(asked) > keys, "and again"
+        counts._open.clear()
+        await close(hosts)
+
+
+async def test_homes_of_many_keys_are_told_in_time_by_a_gateway_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turns are far between."""
+    turn_s, told = 0.3, dict[bytes, list[float]]()
+    async with Town("both-0", "both-1") as town:
+        hosts = [Host(town, number, ("both-0", "both-1")) for number in range(2)]
+        await serve(town, 3.0, hosts)
+        counts = hosts[0].router.fleet_counts
+        counts._open = {number.to_bytes(KEY_DIGEST_BYTES): 1 for number in range(2000)}
+        groups = counts._homes.groups
+
+        def noted(names: list[bytes]) -> list[list[bytes]]:
+            for name in names:
+                told.setdefault(name, []).append(town.clock.now())
+            return groups(names)
+
+        monkeypatch.setattr(counts._homes, "groups", noted)
+        for _ in range(30):
+            await town.turn(turn_s)
+            for host in hosts:
+                host.router.tick()
+        assert len(told) == 2000
+        gaps = [later - earlier for times in told.values() for earlier, later in pairwise(times)]
+        assert max(gaps) < COUNT_VALID_S - 2 * turn_s
         counts._open.clear()
         await close(hosts)
 

@@ -14,6 +14,7 @@ from penstock.api.response_cache import ResponseCache
 from penstock.api.resumed_streams import usable_tokens
 from penstock.api.sse import EventSigner
 from penstock.config.limits import FailoverConfig, RequestLimits
+from penstock.engine.service.idempotency_claims import IdempotencyClaims
 from penstock.errors import KeyReused
 from penstock.router import home_calls
 from penstock.router.home_calls import ANSWER_S
@@ -84,6 +85,28 @@ async def test_saved_tokens_are_found_though_the_home_of_the_key_does_not_answer
     assert b.deferred == [True]
     assert sums(a, b) == (1, len(b.streams.opened[0].prompt), 40, 0, 0)
     assert b.homes.counted[:2] == (0, 40 - max(SAVED, a.usage[2]))
+
+
+async def test_what_the_home_has_forgotten_counts_from_the_clients_last_event_on() -> None:
+    """Saved tokens are found before the home's answer has come."""
+    home, limits = Home(), RequestLimits(resume_grace_s=0.0)
+    a, b = (Gateway(home, name, limits) for name in "ab")
+    async with a.scene as at_a, b.scene as at_b:
+        last = await leave_after(at_a, 10, BODY, HEADERS)
+        async with asyncio.timeout(60):
+            await a.streams.until(none_open=True)
+        save(home, a)
+        home.claims = IdempotencyClaims()
+        b.homes.held = answers = asyncio.Queue()
+        task = asyncio.create_task(whole(at_b, last))
+        first = await answers.get()
+        b.homes.held = None
+        first()
+        await task
+    assert b.homes.resumed == SAVED
+    assert b.usage == (0, 0, 40 - 10, 0, 0)
+    assert b.deferred == [True]
+    assert b.homes.counted[:2] == (0, 40 - SAVED)
 
 
 async def test_a_choice_of_which_nothing_was_saved_is_counted_whole() -> None:

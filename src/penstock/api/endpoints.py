@@ -415,7 +415,7 @@ class Endpoints:
         self._behind.count_key_outcome(outcome)
         # The one that an answer was begun by may be refused, or leave, before it is started: then this one starts it.
         computed = outcome not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED) or not shared.is_started
-        if cached is not None and computed:
+        if cached is not None and computed and shared.is_from(cached):
             cached.lookup()
         charge = UsageCharge(charge_id=name, repeated=outcome is not KeyOutcome.NEW)
         try:

@@ -267,15 +267,14 @@ class KeyClaim:
         self.state: IdempotencyKeyState | None = None  # the home's answer
         self._resume_keys = dict(resume_keys)
         self._resumed = keyed.resumed
-        self._answered = self._searching = self._searched = False
+        self._answered = self._searching = self._searched = self._has_found = False
         self._news = asyncio.Event()
 
     async def open(self) -> None:
         """Claims the key (``IdempotencyCache.open_claim``).  Raises KeyReused.
 
         Waits for the home's answer, and for saved tokens of a request that another gateway has had: also where there
-        is no other gateway any more.  Where such are found first, the home's answer is not waited for: only this very
-        request has their names.
+        is no other gateway any more.
         """
         self.homes.send(msgspec.structs.replace(self._message, running=True), self._on_state)
         self._search_if_useful()
@@ -283,8 +282,6 @@ class KeyClaim:
             self._news.clear()
             await self._news.wait()
             self._search_if_useful()
-        if self.state is None and self._has_found():
-            self.state = IdempotencyKeyState(serial=0, status=IdempotencyKeyStatus.KNOWN)
         if self.state is not None and self.state.status is IdempotencyKeyStatus.REUSED:
             raise _key_reused()
 
@@ -297,25 +294,19 @@ class KeyClaim:
 
     def _is_settled(self) -> bool:
         """Whether nothing more has to be known."""
-        if self._has_found():
-            return True
         is_searching = self._searching and not self._searched
         return self._answered and not is_searching
 
     def _on_state(self, state: IdempotencyKeyState | None) -> None:
-        self._answered = True
-        if self.state is None:
-            self.state = state
+        self._answered, self.state = True, state
         self._news.set()
 
     def _on_found(self, found: Sequence[tuple[int, ...]]) -> None:
         self._searched = True
         for (choice, resume), tokens in zip(list(self._resume_keys.items()), found, strict=True):
             self._resume_keys[choice] = msgspec.structs.replace(resume, tokens=tokens)
+            self._has_found = self._has_found or bool(tokens)
         self._news.set()
-
-    def _has_found(self) -> bool:
-        return any(resume.tokens for resume in self._resume_keys.values())
 
     def take_resume_key(self, choice: int) -> ResumeKey | None:
         """Where the tokens of this choice are saved, with those that another gateway has saved; once."""
@@ -324,10 +315,13 @@ class KeyClaim:
     @property
     def is_shared(self) -> bool:
         """Whether another gateway has the request, or has had it."""
-        return self.state is not None and self.state.status in (
-            IdempotencyKeyStatus.RUNNING,
-            IdempotencyKeyStatus.KNOWN,
-        )
+        return self._has_found or self.counted is not None
+
+    @property
+    def counted(self) -> Sequence[int] | None:
+        """Tokens of each choice that other gateways have counted, as the home knows it; None: it knows nothing."""
+        known = (IdempotencyKeyStatus.RUNNING, IdempotencyKeyStatus.KNOWN)
+        return self.state.sent if self.state is not None and self.state.status in known else None
 
     def settle(
         self,
@@ -341,7 +335,7 @@ class KeyClaim:
 
         A home that does not answer may be lost: the one that the key has by then is asked, too.  ``is_running`` says
         whether this gateway still computes it.  ``on_counted`` is called with the tokens of each choice that others
-        have counted, and whether another gateway computes it, too.
+        have counted, and whether another gateway computes it, too, and counts its tokens as they come.
         """
 
         def ask(on_state: Callable[[IdempotencyKeyState | None], None]) -> None:
@@ -502,11 +496,16 @@ class CachedStream:
         self,
         streams: TokenStreamSource,
         grace_s: float,
-        over: Callable[[], None],
+        over: Callable[[CachedStream], None],
         metered: UsageDedup,
         claim: KeyClaim | None = None,
+        *,
+        is_computed: Callable[[], bool],
     ) -> None:
-        """``metered``: what was billed before, also for a buffer that was evicted since."""
+        """``over`` is called when no more tokens of a choice will come.  ``is_computed``: whether this gateway
+        computes the key, for this stream or another.  ``metered``: what was billed before, also for a buffer that was
+        evicted since.
+        """
         self.rated, self.metered = UsageDedup(), metered
         self.claim = claim
         self.is_deferred = claim is not None and claim.is_shared  # its tokens are counted at its end
@@ -514,6 +513,7 @@ class CachedStream:
         self._streams = streams
         self._grace_s = grace_s
         self._over = over
+        self._is_computed = is_computed
         self._choices: dict[int, _BufferedChoice] = {}
         self._asked: dict[RequestId, tuple[int, RequestId]] = {}  # -> choice, and what its first asker called it
         self._names: dict[int, RequestId] = {}
@@ -527,7 +527,9 @@ class CachedStream:
             resume = None if self.claim is None else self.claim.take_resume_key(choice)
             if self.is_deferred or resume is not None:
                 request = msgspec.structs.replace(request, usage_deferred=self.is_deferred, resume=resume)
-            tokens = self._choices[choice] = _BufferedChoice(self._streams.stream(request), self._grace_s, self._over)
+            tokens = self._choices[choice] = _BufferedChoice(
+                self._streams.stream(request), self._grace_s, lambda: self._over(self)
+            )
         return tokens.read(lambda: self._asked.pop(request.id, None))
 
     def mark_stopped(self, request: RequestId) -> None:
@@ -536,6 +538,10 @@ class CachedStream:
             choice, name = asked
             self._streams.mark_stopped(name)
             self._choices[choice].enough()
+
+    def is_from(self, streams: TokenStreamSource) -> bool:
+        """Whether its tokens come from there."""
+        return self._streams is streams
 
     @property
     def is_started(self) -> bool:
@@ -560,7 +566,7 @@ class CachedStream:
             return
         on_counted = partial(self._count_deferred, self.claim, usage, computed=computed, prompts=prompts)
         if usage.first or usage.parts:
-            self.claim.settle(usage, bill, is_running=lambda: self.is_running, on_counted=on_counted)
+            self.claim.settle(usage, bill, is_running=self._is_computed, on_counted=on_counted)
         else:
             on_counted((), False)
 
@@ -688,16 +694,23 @@ class IdempotencyCache:
             met = KeyOutcome.SHARED
         if entry is None:
             entry = self._entries[keyed.key] = _Entry(keyed.key, keyed.mark)
-            if claim is not None and claim.state is not None and is_shared:
-                entry.metered = UsageDedup.from_counts(claim.state.sent)
+            if claim is not None and claim.counted is not None:
+                entry.metered = UsageDedup.from_counts(claim.counted)
             elif keyed.resumed:
                 entry.metered = UsageDedup.from_positions(keyed.resume_point.positions)
         answer = entry.answer
         if answer is None or answer.failed:
             self._forget_tokens(entry)
-            grace_s = self._limits.resume_grace_s
-            ended = partial(self._ended, keyed.key)
-            answer = entry.answer = CachedStream(streams, grace_s, ended, entry.metered, claim)
+            answer = entry.answer = CachedStream(
+                streams,
+                self._limits.resume_grace_s,
+                partial(self._ended, keyed.key, keyed.mark),
+                entry.metered,
+                claim,
+                is_computed=partial(self._is_computed, keyed.key, keyed.mark),
+            )
+        elif claim is not None and answer.is_started and not answer.is_running:
+            claim.end()  # it ended while this was claimed, and did not say so for that reason
         answer.consumers += 1
         entry.until = now + self._limits.idempotency_s
         self._entries.move_to_end(keyed.key)
@@ -716,13 +729,18 @@ class IdempotencyCache:
         if not entry.has_sent:
             self._drop(keyed.key)
 
-    def _ended(self, key: bytes) -> None:
-        """A choice of this response has ended."""
+    def _is_computed(self, key: bytes, mark: str) -> bool:
+        """Whether tokens of a request with this key and body may come here, or it is about to be begun."""
         entry = self._entries.get(key)
-        answer = None if entry is None else entry.answer
-        if answer is not None and answer.claim is not None and answer.is_started and not answer.is_running:
+        has_running = entry is not None and entry.answer is not None and entry.mark == mark and entry.answer.is_running
+        return has_running or (key, mark) in self._claiming
+
+    def _ended(self, key: bytes, mark: str, answer: CachedStream) -> None:
+        """A choice of this response has ended, perhaps after another one of the same key has begun."""
+        if answer.claim is not None and not answer.is_running and not self._is_computed(key, mark):
             answer.claim.end()
-        if entry is None or entry.answer is None or not entry.answer.finished:
+        entry = self._entries.get(key)
+        if entry is None or entry.answer is not answer or not answer.finished:
             return
         self.tokens -= entry.weight
         entry.weight = entry.answer.weight

@@ -19,7 +19,6 @@ from math import ceil
 
 from penstock.clock import Clock
 from penstock.router.home_calls import HomeCalls, WorkerHomes
-from penstock.router.turns import TICK_S
 from penstock.types import WorkerId
 from penstock.wire.gateway_messages import (
     KEY_DIGEST_BYTES,
@@ -48,7 +47,8 @@ class OpenRequestHomes:
         self._open: dict[bytes, int] = {}  # here, also those that wait for an answer
         self._refreshed_at = float("-inf")
         self._due: list[bytes] = []  # whose homes are to hear of them
-        self._per_tick = REFRESHED_PER_TICK
+        self._round = 0  # how many there were at its begin
+        self._ticked_at = float("-inf")
 
     async def acquire(self, key: str, limit: int) -> bool:
         """Counts a request; False, without counting it, if ``limit`` are open at all hosts together."""
@@ -88,9 +88,12 @@ class OpenRequestHomes:
             return
         if not self._due and now - self._refreshed_at >= REFRESH_S:
             self._due, self._refreshed_at = list(self._open), now
-            even = ceil(len(self._due) * TICK_S / REFRESH_S)
-            self._per_tick = min(max(REFRESHED_PER_TICK, even), MAX_OPEN_REQUEST_COUNTS)
-        part, self._due = self._due[: self._per_tick], self._due[self._per_tick :]
+            self._round = len(self._due)
+        # By time: turns of a busy event loop are far between, and a count that is not repeated lapses at its home.
+        even = ceil(self._round * min(1.0, (now - self._ticked_at) / REFRESH_S))
+        self._ticked_at = now
+        size = min(max(REFRESHED_PER_TICK, even), MAX_OPEN_REQUEST_COUNTS)
+        part, self._due = self._due[:size], self._due[size:]
         for names in self._homes.groups([name for name in part if name in self._open]):
             self._calls.notify(names[0], OpenRequestCounts(counts={name: self._open[name] for name in names}))
 

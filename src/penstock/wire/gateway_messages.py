@@ -519,8 +519,8 @@ class IdempotencyKeyStatus(StrEnum):
     """What the home of an idempotency key knew before a ``ClaimIdempotencyKey``."""
 
     NEW = "new"  # nothing
-    RUNNING = "running"  # another gateway, which is connected here, computes it
-    KNOWN = "known"  # a gateway has had it, and none computes it that is connected here
+    RUNNING = "running"  # another gateway, which is connected here, computes it and counts its tokens as they come
+    KNOWN = "known"  # a gateway has had it, and none counts its tokens as they come
     REUSED = "reused"  # another mark: the key belongs to another request
     UNTRACKED = "untracked"  # nothing, and there is no room for more
 

@@ -24,6 +24,7 @@ from penstock.wire.gateway_messages import (
     AdapterNames,
     ChangeAdapter,
     ClaimIdempotencyKey,
+    ConfirmRequests,
     FindTokens,
     FoundTokens,
     OpenRequestAnswer,
@@ -48,8 +49,8 @@ SharedMessage: TypeAlias = (
 class GatewayExchange:
     """The tables of one worker.  ``claims`` and ``adapters``: those that gateways have sent here."""
 
-    def __init__(self, requests: GatewayRequests, send: Callable[[bytes, PeerMessage], object]) -> None:
-        """``requests`` knows the gateways; ``send`` takes a connection and a message."""
+    def __init__(self, requests: GatewayRequests, send: Callable[[bytes, PeerMessage], bool]) -> None:
+        """``requests`` knows the gateways; ``send`` takes a connection and a message, and says whether it is sent."""
         self._requests = requests
         self._send = send
         self._verdicts = PoisonVerdicts()
@@ -58,6 +59,10 @@ class GatewayExchange:
         self.claims = IdempotencyClaims()
         self.saved = SavedTokens()
         self.adapters = AdapterRecords()
+
+    def is_connected(self, peer: bytes) -> bool:
+        """Whether this connection still exists.  The message sent to find out has no content."""
+        return self._send(peer, ConfirmRequests(requests=()))
 
     def send_all(self, peer: bytes, now: float) -> None:
         """Send a gateway that is new here what others have said."""
@@ -99,7 +104,7 @@ class GatewayExchange:
     def _claim_key(self, peer: bytes, message: ClaimIdempotencyKey, now: float) -> None:
         gateway = self._requests.process_of(peer)
         if gateway is not None:
-            is_alive = partial(self._requests.is_alive, now=now)
+            is_alive = partial(self._requests.is_alive, now=now, connected=self.is_connected)
             state = self.claims.on_claim(gateway, message, is_alive, now)
             if message.serial:
                 self._send(peer, state)

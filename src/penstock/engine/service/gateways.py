@@ -281,12 +281,13 @@ class GatewayRequests:
         gateway = self._by_peer.get(peer)
         return None if gateway is None else GatewayProcess(gateway.name, gateway.incarnation)
 
-    def is_alive(self, process: GatewayProcess, now: float) -> bool:
-        """Whether this very process has said something lately."""
+    def is_alive(self, process: GatewayProcess, now: float, connected: Callable[[bytes], bool]) -> bool:
+        """Whether this very process has said something lately.  ``connected``: as for ``orphans_of_silent``."""
         gateway = self._gateways.get(process.name)
-        if gateway is None or gateway.incarnation != process.incarnation:
+        if gateway is None or gateway.incarnation != process.incarnation or gateway.away:
             return False
-        return now - gateway.last_seen < HOST_ALIVE_S
+        quiet = now - gateway.last_seen
+        return quiet < HOST_ALIVE_S and (quiet <= UNREACHABLE_S or connected(gateway.peer))
 
     def hosts(self, now: float) -> int:
         """How many hosts have gateways that speak to this worker."""

@@ -40,6 +40,9 @@ EVICTED_AT_ONCE = 64
 
 MAX_METERED_GATEWAYS = 4096
 
+MAX_COMPUTING_GATEWAYS = 16
+"""Of one key; beyond that the first ones are taken to compute it no more."""
+
 
 class GatewayProcess(NamedTuple):
     """A gateway, as it introduces itself."""
@@ -53,8 +56,22 @@ class _Claim:
     mark: bytes
     until: float
     runs_until: float  # that long a gateway may compute it
-    computed_by: GatewayProcess | None = None
+    first: GatewayProcess
+    counted_by: GatewayProcess | None = None  # was told that the key is new: it counts tokens as they come
+    computed_by: list[GatewayProcess] = field(default_factory=list[GatewayProcess])
     sent: array[int] = field(default_factory=lambda: array("I"))  # of each choice; empty: nothing is counted
+
+    def set_running(self, gateway: GatewayProcess, running: bool, now: float) -> None:
+        """Whether this gateway computes it from now on."""
+        if running:
+            self.runs_until = now + MAX_RUNNING_S
+            if gateway not in self.computed_by:
+                self.computed_by = [*self.computed_by[1 - MAX_COMPUTING_GATEWAYS :], gateway]
+            return
+        if gateway in self.computed_by:
+            self.computed_by.remove(gateway)
+        if self.counted_by == gateway:
+            self.counted_by = None
 
 
 @dataclass(slots=True)
@@ -92,16 +109,15 @@ class IdempotencyClaims:
             return _state(message, IdempotencyKeyStatus.NEW)
         if claim.mark != message.mark:
             return _state(message, IdempotencyKeyStatus.REUSED)
-        other = claim.computed_by if claim.computed_by not in (None, gateway) else None
-        runs_elsewhere = other is not None and is_connected(other)
-        status = IdempotencyKeyStatus.RUNNING if runs_elsewhere else IdempotencyKeyStatus.KNOWN
+        counts = claim.counted_by if claim.counted_by not in (None, gateway) else None
+        status = IdempotencyKeyStatus.KNOWN
+        if counts is not None and is_connected(counts):
+            status = IdempotencyKeyStatus.RUNNING
         state = _state(message, status, claim.sent)
-        if not runs_elsewhere:
-            claim.computed_by = gateway if message.running else None
-            claim.runs_until = now + MAX_RUNNING_S
-            if message.withdrawn and not claim.sent:
-                self._drop(message.key)
-                return state
+        claim.set_running(gateway, message.running, now)
+        if message.withdrawn and claim.first == gateway and not claim.sent and not claim.computed_by:
+            self._drop(message.key)
+            return state
         claim.sent = array("I", map(max, zip_longest(claim.sent, message.sent, fillvalue=0)))
         self._renew(message.key, message.tenant, now)
         return state
@@ -115,10 +131,12 @@ class IdempotencyClaims:
         if message.key in self._owners:  # under another tenant
             self._drop(message.key)
         claims = self._tenants.setdefault(message.tenant, OrderedDict())
-        computed_by = gateway if message.running else None
-        claims[message.key] = _Claim(
-            message.mark, now + CLAIM_S, now + MAX_RUNNING_S, computed_by, array("I", message.sent)
+        claim = claims[message.key] = _Claim(
+            message.mark, now + CLAIM_S, now + MAX_RUNNING_S, gateway, sent=array("I", message.sent)
         )
+        if message.running:
+            claim.counted_by = gateway
+            claim.computed_by.append(gateway)
         self._owners[message.key] = message.tenant
         if len(claims) > MAX_TENANT_CLAIMED_KEYS:
             self._drop(next(iter(claims)))
@@ -146,11 +164,13 @@ class IdempotencyClaims:
             claim = self._tenants[tenant][key]
             if claim.until > now:
                 return
-            if claim.computed_by is None:
+            if not claim.computed_by:
                 self._drop(key)
                 continue
-            if claim.runs_until <= now or not is_connected(claim.computed_by):
-                claim.computed_by = None  # for one that is gone, too, the key is kept for some time
+            if claim.runs_until <= now:
+                claim.computed_by = []
+            # For one that is gone, too, the key is kept for some time.
+            claim.computed_by = [gateway for gateway in claim.computed_by if is_connected(gateway)]
             self._renew(key, tenant, now)
 
     def _allows(self, gateway: str, now: float) -> bool:

@@ -72,7 +72,6 @@ from penstock.wire.gateway_messages import (
     Cancel,
     ChangeAdapter,
     ClaimIdempotencyKey,
-    ConfirmRequests,
     FindTokens,
     Hello,
     OpenRequestCounts,
@@ -464,7 +463,7 @@ class WorkerService:
         if message.discovery:
             self.publisher.on_discovery(peer)
             return
-        greeted = self._requests.on_hello(peer, message, now, self._is_connected)
+        greeted = self._requests.on_hello(peer, message, now, self.exchange.is_connected)
         for ask in greeted.orphans:
             self._cancel(ask.request, ask.epoch, now)
         for ask in greeted.cut_off:
@@ -478,10 +477,6 @@ class WorkerService:
         if message.kv_snapshot:
             self.exchange.send_all(peer, now)
         self.publisher.on_hello(gateway, message)
-
-    def _is_connected(self, peer: bytes) -> bool:
-        """Whether this connection still exists.  The message sent to find out has no content."""
-        return self._listener.send(peer, ConfirmRequests(requests=()))
 
     def _answer_awaited(self) -> None:
         """Return UNKNOWN for each stage that a gateway asked about and that is not, or no longer, here.
@@ -562,7 +557,7 @@ class WorkerService:
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
         self._served.send_alive()
-        for ask in self._requests.orphans_of_silent(now, self._is_connected):
+        for ask in self._requests.orphans_of_silent(now, self.exchange.is_connected):
             self._return(ask.request, ask.epoch, ReturnReason.GATEWAY_SILENT)
         for ask in self._requests.orphans_of_replaced(self._gateway_incarnations()):
             self._cancel(ask.request, ask.epoch, now)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.service import gateways
-from penstock.engine.service.gateways import UNREACHABLE_S, GatewayRequests, HelloResult
+from penstock.engine.service.gateways import HOST_ALIVE_S, UNREACHABLE_S, GatewayRequests, HelloResult
+from penstock.engine.service.idempotency_claims import GatewayProcess
 from penstock.hashing import chain_root
 from penstock.types import GREEDY, ModelIdentity, RequestId, RequestStage, SamplingParams, WorkerId, pack_token_ids
 from penstock.wire.gateway_messages import Hello, Recipient, Submit
@@ -69,6 +70,23 @@ def test_only_gateways_with_requests_are_asked_for_a_connection() -> None:
     assert len(requests.orphans_of_silent(UNREACHABLE_S + 0.1, connected)) == 1
     assert len(requests.orphans_of_silent(UNREACHABLE_S + 0.2, connected)) == 0
     assert asked == [B]
+
+
+@pytest.mark.parametrize(
+    ("now", "connected", "alive"),
+    [
+        (UNREACHABLE_S, "", True),
+        (UNREACHABLE_S + 0.1, "", False),  # killed, and its tokens are to be counted by another
+        (UNREACHABLE_S + 0.1, "a", True),
+        (HOST_ALIVE_S, "a", False),
+    ],
+)
+def test_a_gateway_that_computes_a_key_is_alive_while_it_has_a_connection_and_speaks(
+    now: float, connected: str, *, alive: bool
+) -> None:
+    requests = two_gateways(A)
+    assert requests.is_alive(GatewayProcess("a", 1), now, lambda peer: peer.decode() in connected) is alive
+    assert not requests.is_alive(GatewayProcess("a", 2), now, lambda _: True)
 
 
 def test_a_gateway_that_was_gone_and_speaks_is_there_again() -> None:

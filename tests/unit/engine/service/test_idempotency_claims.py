@@ -9,6 +9,7 @@ from penstock.engine.service.idempotency_claims import (
     CLAIM_S,
     CLAIMS_BURST,
     CLAIMS_PER_S,
+    MAX_COMPUTING_GATEWAYS,
     MAX_RUNNING_S,
     GatewayProcess,
     IdempotencyClaims,
@@ -17,7 +18,7 @@ from penstock.wire.gateway_messages import ClaimIdempotencyKey, IdempotencyKeySt
 
 NEW, RUNNING, KNOWN, REUSED, UNTRACKED = IdempotencyKeyStatus
 
-A, B = GatewayProcess("a", 1), GatewayProcess("b", 1)
+A, B, C = (GatewayProcess(name, 1) for name in "abc")
 
 
 class Home:
@@ -64,7 +65,7 @@ def test_nothing_waits_for_a_gateway_that_is_gone_or_was_started_anew() -> None:
     home.connected = {B}
     assert home.say(B, running=True).status is KNOWN
     home.connected = {B, GatewayProcess("a", 2)}
-    assert home.say(GatewayProcess("a", 2), running=True).status is RUNNING, "the other one computes it now"
+    assert home.say(GatewayProcess("a", 2), running=True).status is KNOWN, "the other one counts at its end"
 
 
 def test_a_key_is_for_one_body_even_after_its_gateway_is_gone() -> None:
@@ -117,10 +118,55 @@ def test_a_key_is_not_forgotten_while_a_gateway_computes_it() -> None:
     home.connected = {B}
     home.now += CLAIM_S + 1
     assert home.say(B, 2, running=True).status is KNOWN, "also some time after its gateway has gone"
-    home.say(B, 2)
+    for key in (1, 2):
+        home.say(B, key)
     home.now += CLAIM_S + 1
     home.say(B, 3)
     assert len(home.claims) == 1
+
+
+def test_what_another_gateway_has_begun_is_not_withdrawn_with_a_repeat() -> None:
+    """Its tokens may be saved, and a killed gateway has counted nothing."""
+    home = Home()
+    home.say(A, running=True)
+    home.connected = {B}
+    assert home.say(B, running=True).status is KNOWN
+    home.say(B, withdrawn=True)
+    assert home.say(B, mark=2, running=True).status is REUSED
+    assert home.say(B, running=True).status is KNOWN
+
+
+def test_gateways_that_take_over_one_after_the_other_count_each_token_once() -> None:
+    home = Home()
+    home.say(A, running=True)
+    assert home.say(B, running=True).status is RUNNING, "it is not known yet that the first is gone"
+    home.connected = {B, C}
+    assert home.say(C, running=True).status is KNOWN, "nobody counts as they come what these compute"
+    counted = home.say(B, sent=(40,))
+    assert (counted.status, counted.sent) == (KNOWN, ())
+    counted = home.say(C, sent=(40,))
+    assert (counted.status, counted.sent) == (KNOWN, (40,))
+
+
+def test_a_key_is_kept_while_the_gateway_that_has_taken_it_over_computes_it() -> None:
+    home = Home()
+    home.say(A, 1, running=True)
+    assert home.say(B, 1, running=True).status is RUNNING
+    home.connected = {B}
+    for minutes in range(15, 76, 15):
+        home.now = 60.0 * minutes
+        home.say(B, 2, withdrawn=True)
+    assert home.say(B, 1).status is KNOWN
+
+
+def test_gateways_of_one_key_are_bounded() -> None:
+    home = Home()
+    gateways = [GatewayProcess(f"g{number}", 1) for number in range(3 * MAX_COMPUTING_GATEWAYS)]
+    home.connected = set(gateways)
+    for gateway in gateways:
+        home.say(gateway, running=True)
+    (claim,) = (claims[key] for claims in home.claims._tenants.values() for key in claims)
+    assert claim.computed_by == gateways[-MAX_COMPUTING_GATEWAYS:]
 
 
 def test_a_key_whose_end_was_lost_is_forgotten_in_the_end() -> None:
