@@ -158,3 +158,21 @@ def test_a_registry_that_cannot_be_written_leaves_secrets_as_they_were(
     assert run("rotate", folder, "b") == 0
     assert run("add", folder, "c") == 0
     assert {path.name for path in (folder / "b").iterdir()} == {"nodes.json", "node.secret", "events.secret"}
+
+
+@pytest.mark.parametrize("words", [["revoke", "b"], ["rotate", "b"], ["rights", "b", "worker"]])
+def test_copies_that_could_not_be_written_are_when_the_command_is_repeated(
+    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a registry in which the node is accepted could be copied to a host."""
+    assert run("add", folder, "c") == 0
+    copy = folder / "a" / "nodes.json"
+    copy.unlink()
+    copy.mkdir()  # a file cannot take its place, as none can on a full disk
+    assert run(words[0], folder, *words[1:]) == 2
+    assert "repeat the command" in capsys.readouterr().err
+    now = (folder / "nodes.json").read_bytes()
+    assert (folder / "b" / "nodes.json").read_bytes() == (folder / "c" / "nodes.json").read_bytes() == now
+    copy.rmdir()
+    run(words[0], folder, *words[1:])
+    assert copy.read_bytes() == now == (folder / "nodes.json").read_bytes()
