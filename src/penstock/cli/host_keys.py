@@ -287,7 +287,7 @@ def _written_secrets(folder: Path) -> Iterator[Callable[[str, bytes], None]]:
                 if path.is_file():
                     os.link(path, kept)  # a second name, which takes no space on a full disk
                     earlier.append(kept)
-                    undo.callback(os.replace, kept, path)
+                    undo.callback(_put_back, kept, path)
                 elif not path.exists():
                     undo.callback(path.unlink, missing_ok=True)
             except OSError as error:
@@ -298,6 +298,11 @@ def _written_secrets(folder: Path) -> Iterator[Callable[[str, bytes], None]]:
         undo.pop_all()
         for kept in earlier:
             kept.unlink()
+
+
+def _put_back(kept: Path, path: Path) -> None:
+    os.replace(kept, path)
+    kept.unlink(missing_ok=True)  # rename(2) does nothing to two names of one file
 
 
 def _accepted(file: RegistryFile, name: str, folder: Path) -> NodeEntry:

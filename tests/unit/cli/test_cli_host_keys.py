@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -176,3 +178,19 @@ def test_copies_that_could_not_be_written_are_when_the_command_is_repeated(
     copy.rmdir()
     run(words[0], folder, *words[1:])
     assert copy.read_bytes() == now == (folder / "nodes.json").read_bytes()
+
+
+def test_a_secret_that_cannot_be_replaced_leaves_no_copy_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would go to the node's host with its folder."""
+    before, fsync = NodeKeys.load(folder / "b").secret, os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder / "b" / ".node.secret-")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert run("rotate", folder, "b") == 2
+    assert {path.name for path in (folder / "b").iterdir()} == {"nodes.json", "node.secret", "events.secret"}
+    assert NodeKeys.load(folder / "b").secret == before
