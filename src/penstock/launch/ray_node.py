@@ -58,6 +58,8 @@ DRAIN_LOOK_S = 1.0
 """Between two looks whether the Ray node is being drained."""
 START_AGAIN_S = 1.0
 """Before a node that its host did not let start is started again."""
+RECORD_AGAIN_S = 1.0
+"""Before a lease that could not be written is written again."""
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -156,6 +158,7 @@ class NodeProcess:
         self._command = list(command)
         self._limits = limits
         self._lease = lease
+        self._unwritten: LeaseRecord | None = None  # in the lease
         self._digest = digest
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         # The same for the process that comes next, to which a child says that it is ready.
@@ -314,8 +317,11 @@ class NodeProcess:
         record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
         try:
             self._lease.write(record)
+            self._unwritten = None
         except OSError as error:
-            log.warning("the lease is not written, so no other actor can take the node over: %s", error)
+            if self._unwritten is None:
+                log.warning("the lease is not written, so no other actor can take the node over: %s", error)
+            self._unwritten = record
 
     def _watch(self, child: _Child, began: float, ready_since: float | None) -> float | None:
         """Until it ends; returns since when it was ready, by the monotonic clock."""
@@ -323,7 +329,9 @@ class NodeProcess:
             selector.register(child.descriptor, selectors.EVENT_READ)
             selector.register(self._notified, selectors.EVENT_READ)
             while True:
-                found = {key.fileobj for key, _ in selector.select()}
+                found = {key.fileobj for key, _ in selector.select(None if self._unwritten is None else RECORD_AGAIN_S)}
+                if self._unwritten is not None:
+                    self._record(child.pid, self._unwritten.ready_after_s)
                 if self._notified in found and READY in self._drop_notifications() and ready_since is None:
                     ready_since = time.monotonic()
                     self._record(child.pid, ready_since - began)

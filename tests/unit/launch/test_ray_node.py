@@ -154,6 +154,23 @@ def test_a_lease_that_cannot_be_written_starts_no_second_child(tmp_path: Path) -
     assert is_gone(report.pid)
 
 
+def test_a_lease_that_could_not_be_written_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a child that is not ready for long, as it loads."""
+    monkeypatch.setattr(ray_node, "RECORD_AGAIN_S", 0.01)
+    lease = FullDiskLease(tmp_path / "lease")
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    process = NodeProcess(command, child_environ(os.environ), tmp_path / "log", LIMITS, lease=lease, digest="d")
+    process.start()
+    try:
+        wait_for(lambda: lease.read() is not None)
+        record, report = lease.read(), process.report(ORDER)
+        assert record == LeaseRecord(pid=report.pid, started=start_ticks(report.pid), digest="d")
+        assert report.state == "starting"
+    finally:
+        process.begin_drain("the test ends")
+        process.wait_drained()
+
+
 def test_a_child_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids, pidfd_open = [], os.pidfd_open
 
@@ -419,6 +436,21 @@ def test_a_lease_is_over_when_nothing_has_locked_it_for_long(tmp_path: Path) -> 
     again.write(shorter)
     assert again.read() == shorter
     assert start_ticks(2**22 + 1) == -1
+
+
+def test_a_lease_is_over_when_its_holder_runs_another_node(tmp_path: Path) -> None:
+    """As when the record of this one could not be written, or its actor was killed before."""
+    holder, other = LeaseHolder(tmp_path / "lease"), start_ticks(os.getppid())
+    holder.write(LeaseRecord(pid=os.getppid(), started=other - 1, digest="d"))
+    watch = LeaseWatch(tmp_path / "lease")
+    assert not watch.is_over(1000.0)
+    assert not watch.is_over(1100.0), "it is of the node before this one: no other can be written"
+    holder.write(LeaseRecord(pid=os.getppid(), started=other, digest="d"))
+    assert not watch.is_over(1100.0 + LEASE_S)
+    assert watch.is_over(1100.1 + LEASE_S)
+    holder.write(LeaseRecord(pid=os.getpid(), started=start_ticks(os.getpid()), digest="d"))
+    assert not watch.is_over(2000.0)
+    holder.close()
 
 
 GCS = ["/ray/core/src/ray/gcs/gcs_server", "--gcs_server_port=6379", "--node-ip-address=10.0.0.1"]
