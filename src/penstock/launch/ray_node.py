@@ -215,8 +215,12 @@ class NodeProcess:
             self._stopping.set()
             self._reason = reason
             if self._process is not None:
-                self._enter("draining")
-                self._process.send_signal(signal.SIGTERM)
+                self._drain(self._process)
+
+    def _drain(self, child: _Child) -> None:
+        """With the lock, once: a second signal would end it at once."""
+        self._enter("draining")
+        child.send_signal(signal.SIGTERM)
 
     def wait_drained(self) -> None:
         """Until it has ended; it is killed where it does not end within its own limits."""
@@ -279,9 +283,9 @@ class NodeProcess:
             begin_bytes = output.tell()
             self._ready_after_s = ready_after_s
             self._enter("starting" if ready_after_s is None else "ready")
-        with contextlib.closing(child):
             if self._stopping.is_set():  # before it was known
-                child.send_signal(signal.SIGTERM)
+                self._drain(child)
+        with contextlib.closing(child):
             self._record(child.pid, ready_after_s)
             try:
                 ready_since = self._watch(child, began, None if ready_after_s is None else began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -186,6 +187,39 @@ def test_a_child_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: py
         assert is_gone(pids[0])
         assert process.report(ORDER).pid == pids[1]
         assert process.report(ORDER).reason == "cannot be started: [Errno 24] Too many open files"
+
+
+def test_a_child_that_is_drained_as_it_becomes_known_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second signal would break its streams."""
+    told, may_end, lease = tmp_path / "told", tmp_path / "may end", LeaseHolder(tmp_path / "lease")
+    code = f"""
+        import os, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", file=open({str(told)!r}, "a"), flush=True))
+        open({str(told)!r}, "a").close()
+        while not os.path.exists({str(may_end)!r}):
+            time.sleep(0.01)
+        """
+
+    class DrainsWhenClosed(io.FileIO):
+        """As the child has become known."""
+
+        def close(self) -> None:
+            if not self.closed:
+                wait_for(told.exists)
+                process.begin_drain("enough")
+                wait_for(lambda: bool(told.read_text()))
+            super().close()
+
+    monkeypatch.setattr(ray_node, "_opened_log", lambda path: DrainsWhenClosed(path, "ab"))
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    process = NodeProcess(words, child_environ(os.environ), tmp_path / "log", LIMITS, lease=lease)
+    process.start()
+    wait_for(lambda: lease.read() is not None)
+    may_end.touch()
+    process.wait_drained()
+    assert told.read_text().split() == ["SIGTERM"]
 
 
 def test_a_node_ends_with_the_process_that_started_it() -> None:
