@@ -174,8 +174,12 @@ class NodeProcess:
         self._thread = threading.Thread(target=self._run, name="penstock node", daemon=True)
 
     def start(self) -> None:
-        """Start it, and return at once."""
-        self._thread.start()
+        """Start it, and return at once.  Raises RuntimeError where there is no thread for it."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._notified.close()  # its name is free again
+            raise
 
     def report(
         self, order: NodeOrder, members: tuple[Member, ...] = (), gateways: tuple[Member, ...] = ()
@@ -231,26 +235,33 @@ class NodeProcess:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._run_until_drained()
+        finally:
+            with self._lock:
+                self._enter("stopped")
+            self._notified.close()
+            if self._lease is not None:
+                self._lease.close()
+
+    def _run_until_drained(self) -> None:
         pause_s, has_run = self._limits.backoff_first_s, False
         while True:
             try:
                 was_ready_s = self._run_once(None if has_run else self._taken_over())
                 has_run = True
-            except OSError as error:  # nothing runs that this process has started
+            except Exception as error:  # nothing runs that this process has started
+                if not isinstance(error, OSError):
+                    log.exception("the node cannot be watched")
                 self._ended(f"cannot be started: {error}")
                 was_ready_s = 0.0
             if was_ready_s >= self._limits.stable_s:
                 pause_s = self._limits.backoff_first_s
             if self._stopping.wait(pause_s):
-                break
+                return
             pause_s = min(2 * pause_s, self._limits.backoff_max_s)
             with self._lock:
                 self._restarts += 1
-        with self._lock:
-            self._enter("stopped")
-        self._notified.close()
-        if self._lease is not None:
-            self._lease.close()
 
     def _enter(self, state: NodeState) -> None:
         """With the lock."""
@@ -286,10 +297,10 @@ class NodeProcess:
             if self._stopping.is_set():  # before it was known
                 self._drain(child)
         with contextlib.closing(child):
-            self._record(child.pid, ready_after_s)
             try:
+                self._record(child.pid, ready_after_s)
                 ready_since = self._watch(child, began, None if ready_after_s is None else began)
-            except OSError:
+            except BaseException:
                 child.kill()  # it would run on unwatched
                 with self._lock:
                     self._process = None
@@ -409,7 +420,7 @@ def node_endpoints(order: NodeOrder, folder: Path) -> NodeEndpoints:
 def started_node(order: NodeOrder, folder: Path) -> NodeProcess:
     """``penstock node`` of an order, started or taken over; its file and its log are in ``folder``.
 
-    Raises ConfigError, msgspec.ValidationError, OSError.
+    Raises ConfigError, msgspec.ValidationError, OSError, RuntimeError.
     """
     fleet, node = order.parsed()
     file = fleet_file_of(order, folder)
@@ -479,8 +490,12 @@ class NodeRunner:
         self._endpoints = NodeEndpoints()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._start_later, name="start of the node", daemon=True)
-        if not self._start():
+        if self._start():
+            return
+        try:
             self._thread.start()
+        except RuntimeError:  # there is no thread for that either
+            self._start_later()
 
     def report(self) -> NodeReport:
         """How the node is now.  It names its members while it waits, too: the actor before this one may run it."""
@@ -547,7 +562,7 @@ class NodeRunner:
             with self._lock:
                 self._enter("stopped", str(error))
             return True
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: the host has no thread left
             with self._lock:
                 if not self._stopping.is_set():
                     self._enter("waiting", f"cannot be started: {error}")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -370,6 +371,46 @@ def test_a_node_is_taken_over_however_long_its_lease_was_held(
     node.wait_drained()
     assert (node.report().state, node.report().reason) == ("stopped", "enough")
     wait_for(lambda: is_gone(pid))
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_node_whose_host_has_no_thread_left_is_tried_again(
+    tmp_path: Path, abandoned: tuple[NodeOrder, LeaseHolder, int], monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Even where there is none to try it again."""
+    order, lease, pid = abandoned
+    lease.close()
+    left, start = iter(range(failures)), threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if next(left, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    node = NodeRunner(order, tmp_path)
+    wait_for(lambda: node.report().state == "ready")
+    assert node.report().pid == pid
+    node.begin_drain("enough")
+    node.wait_drained()
+    assert node.report().state == "stopped"
+
+
+def test_a_child_is_started_again_whatever_fails_in_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, watched = NodeProcess._watch, list[int]()
+
+    def fails_once(process: NodeProcess, child: ray_node._Child, *more: float | None) -> float | None:
+        watched.append(child.pid)
+        if len(watched) == 1:
+            raise ValueError("not foreseen")
+        return watch(process, child, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(NodeProcess, "_watch", fails_once)
+    with child(tmp_path) as process:
+        wait_for(lambda: process.state == "ready")
+        assert is_gone(watched[0])
+        assert process.report(ORDER).pid == watched[1]
+        assert process.report(ORDER).reason == "cannot be started: not foreseen"
 
 
 def test_a_node_that_is_drained_before_it_could_start_never_does(
