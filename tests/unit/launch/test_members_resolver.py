@@ -188,6 +188,27 @@ async def test_a_name_that_is_no_members_any_more_is_not_looked_up() -> None:
     await watch.end()
 
 
+async def test_a_watch_that_begins_anew_goes_on_with_the_addresses_that_are_known() -> None:
+    """Other sources than DNS may fail in any way; their members stay meanwhile."""
+    source, answers, told = ToldMembers(named("w"), named("v"), named("10.0.0.3")), Answers(), list[list[str]]()
+    answers.of = {"w": ("10.0.0.1",), "v": ("10.0.0.2",)}
+    members = ResolvedMembers(source, LIMITS, MonotonicClock(), answers.look_up)
+    watch = Watch(members)
+    await watch.until(ONE, TWO, THREE)
+    await watch.end()
+    answers.of = {"w": None, "v": ("10.0.0.2",)}
+    asked = answers.asked["v"]
+    watching = asyncio.create_task(members.watch(lambda found: told.append([m.endpoint for m in found])))
+    await until(lambda: answers.asked["v"] >= asked + 2)
+    assert told
+    assert all(endpoints == [ONE, TWO, THREE] for endpoints in told)
+    source.set(named("v"))
+    await until(lambda: told[-1] == [TWO])
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert members._following == {}
+
+
 async def test_two_members_at_one_address_are_one() -> None:
     source = ToldMembers(named("10.0.0.1", "first"), named("w", "second"))
     answers = Answers()
