@@ -97,7 +97,7 @@ class LeaseWatch:
         return now - self._held_at > LEASE_S
 
     def _is_of_another(self) -> bool:
-        """Whether another process was started with the lease since.  A record that could not be written says nothing."""
+        """Whether another process was started with the lease since.  An unwritten record says nothing."""
         raw = b""
         with contextlib.suppress(OSError):
             raw = os.pread(self._descriptor, MAX_RECORD_BYTES, 0)
