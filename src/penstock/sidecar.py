@@ -53,6 +53,11 @@ def is_secret(name: str) -> bool:
     return name.upper() in _SECRETS or bool(_SECRET_NAME.search(name.upper()))
 
 
+def gateway_secrets(members: str | None) -> Set[str]:
+    """What a gateway keeps for a child of its own.  Ray's token lets code run on all hosts of a cluster."""
+    return RAY_CREDENTIALS if members is not None and members.startswith("ray:") else _NONE
+
+
 def drop_secrets(keep: Set[str] = _NONE) -> None:
     """Remove secrets from the environment of this forked process and of the children that it starts.  ``keep``: those
     that it hands to a child of its own (``ChildProcess``)."""

@@ -31,6 +31,7 @@ from penstock.config.node_registry import (
     RegistryFile,
     check_registry,
     edit_registry,
+    encode_registry,
     load_registry,
     write_registry,
 )
@@ -214,29 +215,61 @@ def _edited(folder: Path) -> Iterator[_Edit]:
     """The registry of an operator's folder, and then its copies in the folders of nodes that are there."""
     if not (folder / EVENTS_FILE).exists():
         raise ConfigError(f"{folder} is no operator's folder: `penstock host-keys init {folder}` makes one")
-    with _written_secrets(folder) as write_secret, edit_registry(folder) as held:
-        edit = _Edit(held[0])
-        yield edit
-        check_registry(edit.file, str(folder / REGISTRY_FILE))
-        # Secrets first: of a key in the registry without one, the rotation could only be finished to lock its node out.
-        for name, secret in edit.secrets.items():
-            write_secret(name, secret)
-        held[0] = edit.file
+    try:
+        with _written_secrets(folder) as write_secret, edit_registry(folder) as held:
+            edit = _Edit(held[0])
+            yield edit
+            check_registry(edit.file, str(folder / REGISTRY_FILE))
+            # Secrets first: of a key in the registry without one, the rotation could only be finished to lock its node
+            # out.
+            for name, secret in edit.secrets.items():
+                write_secret(name, secret)
+            held[0] = edit.file
+    finally:  # also after a refusal: what is repeated may have failed at a copy, and what it did is done
+        _renew_copies(folder)
+
+
+def _renew_copies(folder: Path) -> None:
+    """In the folders of all nodes, as many as can be.  Raises ConfigError for the first that cannot be."""
+    problems: list[str] = []
     with locked_folder(folder, "the nodes"):
         file = load_registry(folder / REGISTRY_FILE)
+        raw = encode_registry(file)
         for node in file.nodes:
-            if (folder / node.name).is_dir():
-                write_registry(folder / node.name, file)
-                _share_events(folder, node)
+            try:
+                if (folder / node.name).is_dir():
+                    _write_copy(folder / node.name / REGISTRY_FILE, raw)
+                    _share_events(folder, node)
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        more = f" (and {len(problems) - 1} others)" if len(problems) > 1 else ""
+        raise ConfigError(
+            f"{problems[0]}{more}: it is not what {folder / REGISTRY_FILE} is now; repeat the command before you copy "
+            "folders to hosts"
+        )
 
 
 def _share_events(folder: Path, node: NodeEntry) -> None:
     """Gateways share a secret, other nodes do not need it."""
     path = folder / node.name / EVENTS_FILE
     if node.may(NodeRight.GATEWAY):
-        replace_file(path, read_secret(folder / EVENTS_FILE) + b"\n")
-    else:
+        _write_copy(path, read_secret(folder / EVENTS_FILE) + b"\n")
+        return
+    try:
         path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot remove {path}: {error.strerror}") from error
+
+
+def _write_copy(path: Path, raw: bytes) -> None:
+    """If it is another.  Raises ConfigError."""
+    try:
+        same = path.read_bytes() == raw
+    except OSError:
+        same = False
+    if not same:
+        replace_file(path, raw)
 
 
 @contextmanager
@@ -254,7 +287,7 @@ def _written_secrets(folder: Path) -> Iterator[Callable[[str, bytes], None]]:
                 if path.is_file():
                     os.link(path, kept)  # a second name, which takes no space on a full disk
                     earlier.append(kept)
-                    undo.callback(os.replace, kept, path)
+                    undo.callback(_put_back, kept, path)
                 elif not path.exists():
                     undo.callback(path.unlink, missing_ok=True)
             except OSError as error:
@@ -265,6 +298,11 @@ def _written_secrets(folder: Path) -> Iterator[Callable[[str, bytes], None]]:
         undo.pop_all()
         for kept in earlier:
             kept.unlink()
+
+
+def _put_back(kept: Path, path: Path) -> None:
+    os.replace(kept, path)
+    kept.unlink(missing_ok=True)  # rename(2) does nothing to two names of one file
 
 
 def _accepted(file: RegistryFile, name: str, folder: Path) -> NodeEntry:

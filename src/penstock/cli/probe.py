@@ -218,6 +218,9 @@ def _write_mark(path: Path, mark: ProgressMark) -> None:
     new = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(mark))
-        new.replace(path)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(mark))
+            new.replace(path)
+        except OSError:
+            new.unlink(missing_ok=True)  # on a full disk, each probe would leave one

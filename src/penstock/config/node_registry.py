@@ -180,4 +180,9 @@ def edit_registry(folder: Path) -> Iterator[list[RegistryFile]]:
 def write_registry(folder: Path, file: RegistryFile) -> None:
     """Check and write it.  Raises ConfigError."""
     check_registry(file, str(folder / REGISTRY_FILE))
-    replace_file(folder / REGISTRY_FILE, msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n")
+    replace_file(folder / REGISTRY_FILE, encode_registry(file))
+
+
+def encode_registry(file: RegistryFile) -> bytes:
+    """As it is written."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"

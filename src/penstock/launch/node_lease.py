@@ -5,7 +5,8 @@
     actor --- locks, and writes which process the node is ---> FILE <--- is it locked? --- penstock node --lease FILE
 
 A lock ends with the process that has it (flock(2)).  The node goes on for ``LEASE_S`` without: the actor with which Ray
-replaces the one that ended finds it by the file and takes it over.  Otherwise the node drains and ends.
+replaces the one that ended finds it by the file and takes it over.  Otherwise the node drains and ends, also where the
+new actor has not found it and runs another one: an actor may end before it has written the record, or have no space.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Annotated
 import msgspec
 
 LEASE_S = 30.0
-"""For which a node goes on while nothing has locked its file."""
+"""For which a node goes on while nothing has locked its file, or what has locked it runs another node."""
 
 LOCK_WITHIN_S = 10.0
 """For the process that had the lock to be gone."""
+
+MAX_RECORD_BYTES = 4096
 
 _START_TIME = 19  # of the words behind the name in /proc/PID/stat: ticks since the system's start (proc_pid_stat(5))
 
@@ -56,10 +59,7 @@ class LeaseHolder:
 
     def read(self) -> LeaseRecord | None:
         """What was written last; None: nothing that can be read."""
-        try:
-            return msgspec.json.decode(os.pread(self._descriptor, 4096, 0), type=LeaseRecord)
-        except msgspec.DecodeError:
-            return None
+        return _decode(os.pread(self._descriptor, MAX_RECORD_BYTES, 0))
 
     def write(self, record: LeaseRecord) -> None:
         """Raises OSError."""
@@ -73,24 +73,43 @@ class LeaseHolder:
 
 
 class LeaseWatch:
-    """The node's end."""
+    """The node's end, in the process that the record is of."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._before = os.pread(self._descriptor, MAX_RECORD_BYTES, 0)  # may be of a node that has ended
         self._held_at: float | None = None
 
     def is_over(self, now: float) -> bool:
-        """Whether nothing has held the lock for ``LEASE_S``; to be called several times a second."""
+        """Whether nothing that runs this process has held the lock for ``LEASE_S``; to be called several times a
+        second."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._held_at = now
-            return False
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            if not self._is_of_another():
+                self._held_at = now
+                return False
+        else:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         if self._held_at is None:
             self._held_at = now
         return now - self._held_at > LEASE_S
+
+    def _is_of_another(self) -> bool:
+        """Whether another process was started with the lease since.  An unwritten record says nothing."""
+        raw = b""
+        with contextlib.suppress(OSError):
+            raw = os.pread(self._descriptor, MAX_RECORD_BYTES, 0)
+        record = None if raw == self._before else _decode(raw)
+        return record is not None and record.pid != os.getpid()
+
+
+def _decode(raw: bytes) -> LeaseRecord | None:
+    try:
+        return msgspec.json.decode(raw, type=LeaseRecord)
+    except msgspec.DecodeError:
+        return None
 
 
 def start_ticks(pid: int) -> int:

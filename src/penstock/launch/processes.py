@@ -63,7 +63,7 @@ from penstock.launch.startup_log import LoadProgressLog
 from penstock.launch.supervisor import ChildSpec
 from penstock.parallel.shard import ModelShard, check_supported, node_kv, shard_model
 from penstock.processing.service import GenerationProcessor
-from penstock.sidecar import RAY_CREDENTIALS, drop_secrets, protect_memory
+from penstock.sidecar import drop_secrets, gateway_secrets, protect_memory
 from penstock.telemetry.log import configure_logging
 from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.weights.architecture.spec import ModelSpec
@@ -508,7 +508,7 @@ class GatewayProcesses:
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
         configure_logging(name, as_json=self.log_json)
         protect_memory()
-        drop_secrets(keep=RAY_CREDENTIALS)  # for --members ray:
+        drop_secrets(keep=gateway_secrets(self.config.members))
         # Imported here, in the child, while the supervisor loads weights.
         from penstock.launch.gateway_process import GatewayResources, make_http_app, run_gateway
         from penstock.launch.http_server import ProcessIo

@@ -58,6 +58,8 @@ DRAIN_LOOK_S = 1.0
 """Between two looks whether the Ray node is being drained."""
 START_AGAIN_S = 1.0
 """Before a node that its host did not let start is started again."""
+RECORD_AGAIN_S = 1.0
+"""Before a lease that could not be written is written again."""
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -156,6 +158,7 @@ class NodeProcess:
         self._command = list(command)
         self._limits = limits
         self._lease = lease
+        self._unwritten: LeaseRecord | None = None  # in the lease
         self._digest = digest
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         # The same for the process that comes next, to which a child says that it is ready.
@@ -171,8 +174,12 @@ class NodeProcess:
         self._thread = threading.Thread(target=self._run, name="penstock node", daemon=True)
 
     def start(self) -> None:
-        """Start it, and return at once."""
-        self._thread.start()
+        """Start it, and return at once.  Raises RuntimeError where there is no thread for it."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._notified.close()  # its name is free again
+            raise
 
     def report(
         self, order: NodeOrder, members: tuple[Member, ...] = (), gateways: tuple[Member, ...] = ()
@@ -212,8 +219,12 @@ class NodeProcess:
             self._stopping.set()
             self._reason = reason
             if self._process is not None:
-                self._enter("draining")
-                self._process.send_signal(signal.SIGTERM)
+                self._drain(self._process)
+
+    def _drain(self, child: _Child) -> None:
+        """With the lock, once: a second signal would end it at once."""
+        self._enter("draining")
+        child.send_signal(signal.SIGTERM)
 
     def wait_drained(self) -> None:
         """Until it has ended; it is killed where it does not end within its own limits."""
@@ -224,26 +235,33 @@ class NodeProcess:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._run_until_drained()
+        finally:
+            with self._lock:
+                self._enter("stopped")
+            self._notified.close()
+            if self._lease is not None:
+                self._lease.close()
+
+    def _run_until_drained(self) -> None:
         pause_s, has_run = self._limits.backoff_first_s, False
         while True:
             try:
                 was_ready_s = self._run_once(None if has_run else self._taken_over())
                 has_run = True
-            except OSError as error:  # nothing runs that this process has started
+            except Exception as error:  # nothing runs that this process has started
+                if not isinstance(error, OSError):
+                    log.exception("the node cannot be watched")
                 self._ended(f"cannot be started: {error}")
                 was_ready_s = 0.0
             if was_ready_s >= self._limits.stable_s:
                 pause_s = self._limits.backoff_first_s
             if self._stopping.wait(pause_s):
-                break
+                return
             pause_s = min(2 * pause_s, self._limits.backoff_max_s)
             with self._lock:
                 self._restarts += 1
-        with self._lock:
-            self._enter("stopped")
-        self._notified.close()
-        if self._lease is not None:
-            self._lease.close()
 
     def _enter(self, state: NodeState) -> None:
         """With the lock."""
@@ -276,13 +294,13 @@ class NodeProcess:
             begin_bytes = output.tell()
             self._ready_after_s = ready_after_s
             self._enter("starting" if ready_after_s is None else "ready")
-        with contextlib.closing(child):
             if self._stopping.is_set():  # before it was known
-                child.send_signal(signal.SIGTERM)
-            self._record(child.pid, ready_after_s)
+                self._drain(child)
+        with contextlib.closing(child):
             try:
+                self._record(child.pid, ready_after_s)
                 ready_since = self._watch(child, began, None if ready_after_s is None else began)
-            except OSError:
+            except BaseException:
                 child.kill()  # it would run on unwatched
                 with self._lock:
                     self._process = None
@@ -314,8 +332,11 @@ class NodeProcess:
         record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
         try:
             self._lease.write(record)
+            self._unwritten = None
         except OSError as error:
-            log.warning("the lease is not written, so no other actor can take the node over: %s", error)
+            if self._unwritten is None:
+                log.warning("the lease is not written, so no other actor can take the node over: %s", error)
+            self._unwritten = record
 
     def _watch(self, child: _Child, began: float, ready_since: float | None) -> float | None:
         """Until it ends; returns since when it was ready, by the monotonic clock."""
@@ -323,7 +344,9 @@ class NodeProcess:
             selector.register(child.descriptor, selectors.EVENT_READ)
             selector.register(self._notified, selectors.EVENT_READ)
             while True:
-                found = {key.fileobj for key, _ in selector.select()}
+                found = {key.fileobj for key, _ in selector.select(None if self._unwritten is None else RECORD_AGAIN_S)}
+                if self._unwritten is not None:
+                    self._record(child.pid, self._unwritten.ready_after_s)
                 if self._notified in found and READY in self._drop_notifications() and ready_since is None:
                     ready_since = time.monotonic()
                     self._record(child.pid, ready_since - began)
@@ -397,7 +420,7 @@ def node_endpoints(order: NodeOrder, folder: Path) -> NodeEndpoints:
 def started_node(order: NodeOrder, folder: Path) -> NodeProcess:
     """``penstock node`` of an order, started or taken over; its file and its log are in ``folder``.
 
-    Raises ConfigError, msgspec.ValidationError, OSError.
+    Raises ConfigError, msgspec.ValidationError, OSError, RuntimeError.
     """
     fleet, node = order.parsed()
     file = fleet_file_of(order, folder)
@@ -467,8 +490,12 @@ class NodeRunner:
         self._endpoints = NodeEndpoints()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._start_later, name="start of the node", daemon=True)
-        if not self._start():
+        if self._start():
+            return
+        try:
             self._thread.start()
+        except RuntimeError:  # there is no thread for that either
+            self._start_later()
 
     def report(self) -> NodeReport:
         """How the node is now.  It names its members while it waits, too: the actor before this one may run it."""
@@ -535,7 +562,7 @@ class NodeRunner:
             with self._lock:
                 self._enter("stopped", str(error))
             return True
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: the host has no thread left
             with self._lock:
                 if not self._stopping.is_set():
                     self._enter("waiting", f"cannot be started: {error}")

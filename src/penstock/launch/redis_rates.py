@@ -6,7 +6,8 @@ neither lost memory nor an outage gives a tenant a second minute's worth.  A buc
 
 While Redis does not answer in time, requests are charged to the shares at once and are not held up: a host's own
 buckets have at most its share of what was left in Redis.  It is tried again every ``RETRY_S``.  A script that ran,
-although its answer came too late, charges a request in both places.
+although its answer came too late, charges a request in both places.  Requests that wait too long for one of the
+``MAX_CONNECTIONS`` are charged to the shares, too, and Redis stays in use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RETRY_S = 1.0
 """Between two attempts to reach a Redis that is away."""
 
 MAX_CONNECTIONS = 16
-"""To Redis, of one gateway; what needs more waits for one, for milliseconds."""
+"""To Redis, of one gateway; what needs more waits for one."""
 
 MAX_PENDING = 1024
 """Completions whose charge is under way; more are charged to the shares only."""
@@ -93,6 +94,7 @@ class RedisRates:
         self._script: Any = self._client.register_script(_SCRIPT)
         self._key = blake2b(key, digest_size=32).digest()
         self._timeout_s = timeout_s
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._pending: set[asyncio.Task[Any]] = set()
         self._charged: set[tuple[str, str]] | None = None  # tenant and unit, since Redis was back; None: never away
         self._returning: asyncio.Task[None] | None = None  # while Redis is away
@@ -107,6 +109,20 @@ class RedisRates:
     ) -> list[BucketLevel] | None:
         if not self.is_up:
             return None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._free.acquire()
+        except TimeoutError:  # says nothing about Redis
+            return None
+        try:
+            return await self._charge(tenant, charges, filled, force) if self.is_up else None
+        finally:
+            self._free.release()
+
+    async def _charge(
+        self, tenant: str, charges: Sequence[BucketCharge], filled: Sequence[float], force: bool
+    ) -> list[BucketLevel] | None:
+        """While a connection is free."""
         words: list[int | float] = [int(force)]
         for charge, part in zip(charges, filled, strict=True):
             words += [charge.size, charge.amount, part, int(self._may_be_too_full(tenant, charge.unit))]

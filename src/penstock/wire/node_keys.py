@@ -7,7 +7,8 @@ ends of its connections.  A folder holds it, made by ``penstock host-keys add`` 
     node.secret    this node's secret key, mode 0600; its name follows from the registry
     events.secret  only where the node may have gateways: what all of them sign event ids with
 
-Files are looked at every ``RELOAD_S`` and read again when they have changed.  What cannot be read changes nothing.
+Files are looked at every ``RELOAD_S`` and read again when they have changed.  What cannot be read changes nothing;
+a secret that cannot be used does not keep the registry from being taken.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class NodeKeys:
         self._folder = folder
         self._stamp = stamp
         self._next_look = 0.0
-        self._problem = ""
+        self._problem: tuple[FileStamps, str] | None = None  # what was said last, and of which files
         self.registry = registry
         self.secret, self.public = secret, _public_of(secret, folder)
         holder = registry.holder(self.public)
@@ -133,21 +134,39 @@ class NodeKeys:
         if stamp == self._stamp:
             return False
         try:
-            file = load_registry(self._folder / REGISTRY_FILE)
-            secret = read_secret(self._folder / SECRET_FILE)
-            registry, public = NodeRegistry(file), _public_of(secret, self._folder)
-            holder = registry.holder(public)
-            if holder is None and secret != self.secret:
-                raise ConfigError(f"the new key in {self._folder / SECRET_FILE} is not in {REGISTRY_FILE} there")
-            if holder is not None and holder.name != self.node:
-                raise ConfigError(f"{self._folder} holds the keys of the node {holder.name!r}, not {self.node!r}")
+            registry = NodeRegistry(load_registry(self._folder / REGISTRY_FILE))
         except ConfigError as error:
-            if str(error) != self._problem:
-                log.error("the keys of nodes stay as they were: %s", error)
-            self._problem = str(error)
+            self._note(stamp, f"the keys of nodes stay as they were: {error}")
             return False
-        self._stamp, self._problem = stamp, ""
+        try:
+            secret, public = self._own_pair(registry)
+        except ConfigError as error:
+            ours = registry.holder(self.public)
+            if ours is None or ours.name != self.node:  # a folder of another fleet, as it seems
+                self._note(stamp, f"the keys of nodes stay as they were: {error}")
+                return False
+            # Another node's revocation must not wait until this one's secret is mended.
+            self._note(stamp, f"the key of this node stays as it was: {error}")
+            return self._take(registry, self.secret, self.public)
+        self._stamp, self._problem = stamp, None
         return self._take(registry, secret, public)
+
+    def _own_pair(self, registry: NodeRegistry) -> tuple[bytes, bytes]:
+        """The secret and the public key in the folder.  Raises ConfigError if they are not this node's."""
+        secret = read_secret(self._folder / SECRET_FILE)
+        public = _public_of(secret, self._folder)
+        holder = registry.holder(public)
+        if holder is None and secret != self.secret:
+            raise ConfigError(f"the new key in {self._folder / SECRET_FILE} is not in {REGISTRY_FILE} there")
+        if holder is not None and holder.name != self.node:
+            raise ConfigError(f"{self._folder} holds the keys of the node {holder.name!r}, not {self.node!r}")
+        return secret, public
+
+    def _note(self, stamp: FileStamps, problem: str) -> None:
+        """Once for each change of the files, however often they are read."""
+        if (stamp, problem) != self._problem:
+            log.error("%s", problem)
+        self._problem = stamp, problem
 
     def _take(self, registry: NodeRegistry, secret: bytes, public: bytes) -> bool:
         changes = node_changes(self.registry.file, registry.file)

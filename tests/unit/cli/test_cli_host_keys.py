@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -158,3 +160,37 @@ def test_a_registry_that_cannot_be_written_leaves_secrets_as_they_were(
     assert run("rotate", folder, "b") == 0
     assert run("add", folder, "c") == 0
     assert {path.name for path in (folder / "b").iterdir()} == {"nodes.json", "node.secret", "events.secret"}
+
+
+@pytest.mark.parametrize("words", [["revoke", "b"], ["rotate", "b"], ["rights", "b", "worker"]])
+def test_copies_that_could_not_be_written_are_when_the_command_is_repeated(
+    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a registry in which the node is accepted could be copied to a host."""
+    assert run("add", folder, "c") == 0
+    copy = folder / "a" / "nodes.json"
+    copy.unlink()
+    copy.mkdir()  # a file cannot take its place, as none can on a full disk
+    assert run(words[0], folder, *words[1:]) == 2
+    assert "repeat the command" in capsys.readouterr().err
+    now = (folder / "nodes.json").read_bytes()
+    assert (folder / "b" / "nodes.json").read_bytes() == (folder / "c" / "nodes.json").read_bytes() == now
+    copy.rmdir()
+    run(words[0], folder, *words[1:])
+    assert copy.read_bytes() == now == (folder / "nodes.json").read_bytes()
+
+
+def test_a_secret_that_cannot_be_replaced_leaves_no_copy_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would go to the node's host with its folder."""
+    before, fsync = NodeKeys.load(folder / "b").secret, os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder / "b" / ".node.secret-")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert run("rotate", folder, "b") == 2
+    assert {path.name for path in (folder / "b").iterdir()} == {"nodes.json", "node.secret", "events.secret"}
+    assert NodeKeys.load(folder / "b").secret == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import resource
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from node_folder import NodeFolder
 from penstock.cli.main import main
-from penstock.cli.probe import ProgressMark, judge_progress, request_report
+from penstock.cli.probe import ProgressMark, _read_mark, _write_mark, judge_progress, request_report
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import WorkerReport
@@ -122,3 +123,16 @@ def test_a_worker_is_found_whichever_of_many_keys_it_has(tmp_path: Path, asking:
         worker.join()
     assert isinstance(found, WorkerReport), found
     assert found.worker == "n13-decode-0"
+
+
+def test_a_mark_for_which_there_is_no_space_leaves_no_file_behind(tmp_path: Path) -> None:
+    path, mark = tmp_path / "mark", ProgressMark(incarnation=1, counts=(1.0,), since=2.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # a file can be made and not written, as on a full disk
+    try:
+        _write_mark(path, mark)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    _write_mark(path, mark)
+    assert _read_mark(path) == mark

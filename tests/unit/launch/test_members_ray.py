@@ -80,7 +80,7 @@ async def test_only_the_process_that_asks_ray_is_given_its_secrets(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(ray, "ASKS_RAY", "asks_ray_stub")
     monkeypatch.setattr(ray, "find_spec", lambda name: name)
-    sidecar.drop_secrets(keep=sidecar.RAY_CREDENTIALS)  # as a gateway does
+    sidecar.drop_secrets(keep=sidecar.gateway_secrets("ray:f"))
     given = ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_TLS_SERVER_KEY"]
     assert await first_told(RayMembers("f", MembershipConfig())) == given
     ours, theirs = socket.socketpair()

@@ -11,7 +11,7 @@ import pytest
 from penstock.clock import MonotonicClock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.dns import srv_look_up
+from penstock.launch.members.dns import DnsMembers, SrvTargets, srv_look_up
 from penstock.launch.members.interface import Member, MembersHandler, MembersProblem
 from penstock.launch.members.registry import open_members
 from penstock.launch.members.resolver import (
@@ -188,6 +188,27 @@ async def test_a_name_that_is_no_members_any_more_is_not_looked_up() -> None:
     await watch.end()
 
 
+async def test_a_watch_that_begins_anew_goes_on_with_the_addresses_that_are_known() -> None:
+    """Other sources than DNS may fail in any way; their members stay meanwhile."""
+    source, answers, told = ToldMembers(named("w"), named("v"), named("10.0.0.3")), Answers(), list[list[str]]()
+    answers.of = {"w": ("10.0.0.1",), "v": ("10.0.0.2",)}
+    members = ResolvedMembers(source, LIMITS, MonotonicClock(), answers.look_up)
+    watch = Watch(members)
+    await watch.until(ONE, TWO, THREE)
+    await watch.end()
+    answers.of = {"w": None, "v": ("10.0.0.2",)}
+    asked = answers.asked["v"]
+    watching = asyncio.create_task(members.watch(lambda found: told.append([m.endpoint for m in found])))
+    await until(lambda: answers.asked["v"] >= asked + 2)
+    assert told
+    assert all(endpoints == [ONE, TWO, THREE] for endpoints in told)
+    source.set(named("v"))
+    await until(lambda: told[-1] == [TWO])
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert members._following == {}
+
+
 async def test_two_members_at_one_address_are_one() -> None:
     source = ToldMembers(named("10.0.0.1", "first"), named("w", "second"))
     answers = Answers()
@@ -232,7 +253,8 @@ async def test_an_srv_target_without_an_answer_holds_up_no_other_and_keeps_its_l
     monkeypatch.setattr("penstock.launch.members.dns.look_up_addresses", answer)
     with NameServer("_penstock._tcp.workers.test", "SRV", ("127.0.0.1", 0)) as names:
         limits = MembershipConfig(name_server=f"127.0.0.1:{names.address[1]}", dns_timeout_s=30.0)
-        look_up = srv_look_up("_penstock._tcp.workers.test", limits)
+        targets = SrvTargets("_penstock._tcp.workers.test", limits)
+        look_up = srv_look_up("_penstock._tcp.workers.test", limits, targets)
         names.records = ["0 0 9000 one.test.", "0 0 9000 two.test."]
         answers.of = {"one.test": ("10.0.0.1",), "two.test": LookUpError("temporary failure")}
         assert await look_up() == (ONE,)
@@ -252,6 +274,41 @@ async def test_an_srv_target_without_an_answer_holds_up_no_other_and_keeps_its_l
         answers.of["three.test"] = NameNotFoundError("no such name")
         with pytest.raises(NameNotFoundError, match="hosts without addresses"):
             await look_up()
+
+
+async def test_an_srv_target_whose_name_server_is_silent_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's resolver asks for 10 s and more; which target it is, is told."""
+    pytest.importorskip("dns", reason="the extra dns is not installed")
+    from tests.cluster.name_server import NameServer
+
+    asked, released = list[str](), threading.Event()
+
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        assert host != "slow.test" or released.wait(30)
+        return [(None, None, None, "", ("10.0.0.2" if host == "slow.test" else "10.0.0.1", port))]
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+    name = "_penstock._tcp.workers.test"
+    with NameServer(name, "SRV", ("127.0.0.1", 0)) as names:
+        names.records = ["0 0 9000 one.test.", "0 0 9000 slow.test."]
+        limits = MembershipConfig(name_server=f"127.0.0.1:{names.address[1]}", dns_timeout_s=1.0, dns_poll_s=0.01)
+        targets = SrvTargets(name, limits)
+        watched = WatchedName(f"dns:{name}", srv_look_up(name, limits, targets), limits, MonotonicClock())
+        members, told = DnsMembers(watched, 16, targets), list[list[str]]()
+        watching = asyncio.create_task(members.watch(lambda found: told.append([m.endpoint for m in found])))
+        try:
+            await until(lambda: told == [[ONE]])
+            assert members.problems() == ((f"dns:{name}", "slow.test: no answer within 0.5 s"),)
+            await until(lambda: asked.count("one.test") >= 3)
+            assert asked.count("slow.test") == 1, "one thread"
+            released.set()
+            await until(lambda: told == [[ONE], [ONE, TWO]])
+            assert members.problems() == ()
+        finally:
+            released.set()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
 # --- --members --------------------------------------------------------------------------------------------------------

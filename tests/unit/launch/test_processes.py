@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from penstock.config.mesh import Mesh
 from penstock.config.resolve import WorkerPlan
@@ -81,3 +86,39 @@ def test_a_worker_that_loads_beats_while_it_gets_on() -> None:
     assert slot.read() == first, "what stands still may hang"
     watch(6, 10)
     assert slot.read().beat_s > first.beat_s
+
+
+GATEWAY = """
+import os, sys
+from penstock.config.schema import GatewayConfig
+from penstock.launch import gateway_process
+from penstock.launch.channel import Channel
+from penstock.launch.heartbeat import HeartbeatTable
+from penstock.launch.processes import GatewayProcesses
+from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
+from penstock.wire.curve_keys import CurveKeys
+
+gateway_process.run_gateway = lambda *_: print(*sorted(name for name in os.environ if "RAY" in name)) or 0
+gateways = GatewayProcesses(
+    config=GatewayConfig(name="gateway-0", members=sys.argv[1] or None),
+    listener=None,
+    keys=CurveKeys.ephemeral(),
+    slots={"gateway-0": HeartbeatTable(1).slots[0]},
+    log_json=False,
+    created=0,
+    buckets=SharedTokenBuckets(1, b"key"),
+    open_requests=SharedRequestCounts(1, 1),
+)
+sys.exit(gateways._run("gateway-0", 1, None))
+"""
+
+
+@pytest.mark.parametrize(
+    ("members", "kept"), [("", ""), ("file:members.json", ""), ("ray:f", "RAY_AUTH_TOKEN RAY_TLS_SERVER_KEY")]
+)
+def test_gateways_keep_credentials_of_ray_for_its_members_only(members: str, kept: str) -> None:
+    """A process that has them can run code on all hosts of the cluster."""
+    environ = {**os.environ, "RAY_AUTH_TOKEN": "x", "RAY_TLS_SERVER_KEY": "x", "RAY_OTHER_TOKEN": "x"}
+    words = [sys.executable, "-c", GATEWAY, members]
+    run = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stdout.strip()) == (0, kept), run.stderr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -154,6 +156,23 @@ def test_a_lease_that_cannot_be_written_starts_no_second_child(tmp_path: Path) -
     assert is_gone(report.pid)
 
 
+def test_a_lease_that_could_not_be_written_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a child that is not ready for long, as it loads."""
+    monkeypatch.setattr(ray_node, "RECORD_AGAIN_S", 0.01)
+    lease = FullDiskLease(tmp_path / "lease")
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    process = NodeProcess(command, child_environ(os.environ), tmp_path / "log", LIMITS, lease=lease, digest="d")
+    process.start()
+    try:
+        wait_for(lambda: lease.read() is not None)
+        record, report = lease.read(), process.report(ORDER)
+        assert record == LeaseRecord(pid=report.pid, started=start_ticks(report.pid), digest="d")
+        assert report.state == "starting"
+    finally:
+        process.begin_drain("the test ends")
+        process.wait_drained()
+
+
 def test_a_child_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids, pidfd_open = [], os.pidfd_open
 
@@ -169,6 +188,39 @@ def test_a_child_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: py
         assert is_gone(pids[0])
         assert process.report(ORDER).pid == pids[1]
         assert process.report(ORDER).reason == "cannot be started: [Errno 24] Too many open files"
+
+
+def test_a_child_that_is_drained_as_it_becomes_known_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second signal would break its streams."""
+    told, may_end, lease = tmp_path / "told", tmp_path / "may end", LeaseHolder(tmp_path / "lease")
+    code = f"""
+        import os, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", file=open({str(told)!r}, "a"), flush=True))
+        open({str(told)!r}, "a").close()
+        while not os.path.exists({str(may_end)!r}):
+            time.sleep(0.01)
+        """
+
+    class DrainsWhenClosed(io.FileIO):
+        """As the child has become known."""
+
+        def close(self) -> None:
+            if not self.closed:
+                wait_for(told.exists)
+                process.begin_drain("enough")
+                wait_for(lambda: bool(told.read_text()))
+            super().close()
+
+    monkeypatch.setattr(ray_node, "_opened_log", lambda path: DrainsWhenClosed(path, "ab"))
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    process = NodeProcess(words, child_environ(os.environ), tmp_path / "log", LIMITS, lease=lease)
+    process.start()
+    wait_for(lambda: lease.read() is not None)
+    may_end.touch()
+    process.wait_drained()
+    assert told.read_text().split() == ["SIGTERM"]
 
 
 def test_a_node_ends_with_the_process_that_started_it() -> None:
@@ -321,6 +373,46 @@ def test_a_node_is_taken_over_however_long_its_lease_was_held(
     wait_for(lambda: is_gone(pid))
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_node_whose_host_has_no_thread_left_is_tried_again(
+    tmp_path: Path, abandoned: tuple[NodeOrder, LeaseHolder, int], monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Even where there is none to try it again."""
+    order, lease, pid = abandoned
+    lease.close()
+    left, start = iter(range(failures)), threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if next(left, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    node = NodeRunner(order, tmp_path)
+    wait_for(lambda: node.report().state == "ready")
+    assert node.report().pid == pid
+    node.begin_drain("enough")
+    node.wait_drained()
+    assert node.report().state == "stopped"
+
+
+def test_a_child_is_started_again_whatever_fails_in_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, watched = NodeProcess._watch, list[int]()
+
+    def fails_once(process: NodeProcess, child: ray_node._Child, *more: float | None) -> float | None:
+        watched.append(child.pid)
+        if len(watched) == 1:
+            raise ValueError("not foreseen")
+        return watch(process, child, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(NodeProcess, "_watch", fails_once)
+    with child(tmp_path) as process:
+        wait_for(lambda: process.state == "ready")
+        assert is_gone(watched[0])
+        assert process.report(ORDER).pid == watched[1]
+        assert process.report(ORDER).reason == "cannot be started: not foreseen"
+
+
 def test_a_node_that_is_drained_before_it_could_start_never_does(
     tmp_path: Path, abandoned: tuple[NodeOrder, LeaseHolder, int]
 ) -> None:
@@ -419,6 +511,21 @@ def test_a_lease_is_over_when_nothing_has_locked_it_for_long(tmp_path: Path) -> 
     again.write(shorter)
     assert again.read() == shorter
     assert start_ticks(2**22 + 1) == -1
+
+
+def test_a_lease_is_over_when_its_holder_runs_another_node(tmp_path: Path) -> None:
+    """As when the record of this one could not be written, or its actor was killed before."""
+    holder, other = LeaseHolder(tmp_path / "lease"), start_ticks(os.getppid())
+    holder.write(LeaseRecord(pid=os.getppid(), started=other - 1, digest="d"))
+    watch = LeaseWatch(tmp_path / "lease")
+    assert not watch.is_over(1000.0)
+    assert not watch.is_over(1100.0), "it is of the node before this one: no other can be written"
+    holder.write(LeaseRecord(pid=os.getppid(), started=other, digest="d"))
+    assert not watch.is_over(1100.0 + LEASE_S)
+    assert watch.is_over(1100.1 + LEASE_S)
+    holder.write(LeaseRecord(pid=os.getpid(), started=start_ticks(os.getpid()), digest="d"))
+    assert not watch.is_over(2000.0)
+    holder.close()
 
 
 GCS = ["/ray/core/src/ray/gcs/gcs_server", "--gcs_server_port=6379", "--node-ip-address=10.0.0.1"]

@@ -7,9 +7,10 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from tests.store_rig import redis_server
@@ -140,6 +141,62 @@ async def test_more_charges_at_a_time_than_connections_wait_for_one(url: str, se
     assert exact.is_up
     assert server.info("clients")["connected_clients"] <= MAX_CONNECTIONS + 1
     await exact.close()
+
+
+class DistantRedis:
+    """The way to a Redis whose answers take ``delay_s``, on any number of connections."""
+
+    def __init__(self, url: str) -> None:
+        self.delay_s = 0.0
+        self._there = urlsplit(url)
+        self._pumps = set[asyncio.Task[None]]()
+
+    @asynccontextmanager
+    async def url(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        try:
+            yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for pump in self._pumps:
+                pump.cancel()
+            await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_unix_connection(self._there.path)
+        for source, sink, late in ((reader, there[1], False), (there[0], writer, True)):
+            self._pumps.add(asyncio.create_task(self._pump(source, sink, late)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, late: bool) -> None:
+        with closing(sink):
+            while words := await source.read(65536):
+                if late:
+                    await asyncio.sleep(self.delay_s)
+                sink.write(words)
+
+
+async def test_charges_that_wait_long_for_a_connection_are_charged_once_and_redis_is_not_away(
+    url: str, server: Any
+) -> None:
+    redis = DistantRedis(url)
+    async with redis.url() as there:
+        exact, charge = RedisRates(there, b"key", timeout_s=TIMEOUT_S), BucketCharge("requests", 1e6, 1.0)
+
+        async def ask(tries: int) -> int:
+            """How many of so many at a time are charged there."""
+            answers = await asyncio.gather(*(exact.charge_buckets("ann", [charge], [1.0]) for _ in range(tries)))
+            return tries - answers.count(None)
+
+        def calls() -> int:
+            return int(server.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+        assert await ask(MAX_CONNECTIONS) == MAX_CONNECTIONS, "all are connected"
+        before, redis.delay_s = calls(), 0.3
+        charged = await ask(500)
+        assert exact.is_up
+        assert MAX_CONNECTIONS <= charged < 500
+        assert calls() - before == charged, "what is charged to the shares is not charged there as well"
+        await exact.close()
 
 
 async def test_one_that_was_refused_has_nothing_saved_when_redis_is_gone(url: str, server: Any) -> None:

@@ -105,6 +105,38 @@ def test_what_cannot_be_read_changes_nothing_and_is_said_once(
     assert not keys.accepts_worker("b-0")
 
 
+@pytest.mark.parametrize("secret", [b"short", None, b"D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"])
+def test_a_secret_that_cannot_be_used_holds_up_no_revocation(
+    folder: NodeFolder, secret: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``None``: it is another node's."""
+    keys, stranger = folder.keys("a"), folder.keys("b").public
+    own = keys.secret
+    other = (folder.host("b") / "node.secret").read_bytes()
+    (folder.host("a") / "node.secret").write_bytes(other if secret is None else secret)
+    assert not keys.reload()
+    assert keys.sender(stranger) is not None
+    caplog.clear()
+    folder.run("revoke", "b")
+    folder.deliver_registry()
+    assert keys.reload()
+    assert keys.sender(stranger) is None
+    assert keys.secret == own
+    assert "the key of this node stays as it was" in caplog.text, "the files are others than before"
+    assert not keys.reload()
+
+
+def test_the_folder_of_another_fleet_changes_nothing(folder: NodeFolder, tmp_path: Path) -> None:
+    keys = folder.keys("a")
+    before = keys.registry, keys.secret
+    (tmp_path / "other").mkdir()
+    other = NodeFolder(tmp_path / "other", a="worker", z="gateway")
+    for name in ("nodes.json", "node.secret"):
+        (folder.host("a") / name).write_bytes((other.host("z") / name).read_bytes())
+    assert not keys.reload()
+    assert (keys.registry, keys.secret) == before
+
+
 def test_a_revocation_that_comes_while_keys_are_loaded_is_noticed(
     folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

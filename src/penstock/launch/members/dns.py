@@ -18,13 +18,18 @@ from penstock.launch.members.resolver import (
     look_up_addresses,
 )
 
+TARGETS_PART = 0.5
+"""Of ``dns_timeout_s``: for the hosts that SRV records name, so that what has answered is in use within the whole."""
+
 
 class DnsMembers:
     """``interface.Members`` of one name."""
 
-    def __init__(self, name: WatchedName, max_members: int) -> None:
+    def __init__(self, name: WatchedName, max_members: int, targets: SrvTargets | None = None) -> None:
+        """``targets``: those that its SRV records name."""
         self._name = name
         self._max_members = max_members
+        self._targets = targets
 
     async def watch(self, tell: MembersHandler) -> None:
         def changed() -> None:
@@ -35,11 +40,13 @@ class DnsMembers:
 
     def problems(self) -> Sequence[MembersProblem]:
         problem = self._name.last.problem
+        if problem is None and self._targets is not None:
+            problem = self._targets.problem.text
         return () if problem is None else ((self._name.shown, problem),)
 
 
-def srv_look_up(name: str, limits: MembershipConfig) -> LookUp:
-    """A look-up of all SRV records (RFC 2782) of ``name``, by dnspython.
+def srv_look_up(name: str, limits: MembershipConfig, hosts: SrvTargets) -> LookUp:
+    """A look-up of all SRV records (RFC 2782) of ``name``, by dnspython, and of the ``hosts`` that they name.
 
     Priorities and weights are ignored: gateways choose workers by load.  Raises ConfigError if dnspython is not
     installed or this host has no name server.
@@ -58,8 +65,6 @@ def srv_look_up(name: str, limits: MembershipConfig) -> LookUp:
         address, port = name_server_address(limits.name_server)
         resolver.nameservers, resolver.port = [address], port
 
-    hosts = _Targets(f"dns:{name}")
-
     async def look_up() -> tuple[str, ...]:
         try:
             answer = await resolver.resolve(name, "SRV", search=True, lifetime=limits.dns_timeout_s)
@@ -73,36 +78,71 @@ def srv_look_up(name: str, limits: MembershipConfig) -> LookUp:
     return look_up
 
 
-class _Targets:
-    """The hosts and ports that a name's SRV records have, each with its last endpoint."""
+class SrvTargets:
+    """The hosts and ports that a name's SRV records have, each with its last endpoint.  One look-up of each at a time:
+    a thread that asks the system's resolver cannot be ended."""
 
-    def __init__(self, source: str) -> None:
-        """``source``: how the log calls them."""
+    def __init__(self, name: str, limits: MembershipConfig) -> None:
         self._endpoints: dict[tuple[str, int], str] = {}
-        self._problem = SourceProblem(source)
+        self._asking: dict[tuple[str, int], asyncio.Task[tuple[str, ...]]] = {}
+        self._wait_s = limits.dns_timeout_s * TARGETS_PART
+        self.problem = SourceProblem(f"some SRV targets of dns:{name}")
 
     async def look_up(self, targets: Sequence[tuple[str, int]]) -> tuple[str, ...]:
         """One endpoint of each target; of one without an answer the last.
 
         Raises NameNotFoundError or LookUpError if there is none at all.
         """
-        found = await asyncio.gather(*(look_up_addresses(*target) for target in targets), return_exceptions=True)
+        await self._ask(targets)
         known, failures = {}, []
-        for target, result in zip(targets, found, strict=True):
-            if isinstance(result, LookUpError):
-                failures.append(f"{target[0]}: {result}")
+        for target in targets:
+            try:
+                known[target] = self._answer(target)
+            except LookUpError as error:
+                failures.append(f"{target[0]}: {error}")
                 if target in self._endpoints:
                     known[target] = self._endpoints[target]
-            elif not isinstance(result, BaseException):
-                known[target] = min(result)  # one address of each host, and the same one each time
-            elif not isinstance(result, NameNotFoundError):
-                raise result
+            except NameNotFoundError:
+                continue
         self._endpoints = known
         problem = "; ".join(failures) or None
         if not known:
             raise LookUpError(problem) if problem else NameNotFoundError("its SRV records name hosts without addresses")
-        self._problem.note(problem)
+        self.problem.note(problem)
         return tuple(known.values())
+
+    async def _ask(self, targets: Sequence[tuple[str, int]]) -> None:
+        """Until all have answered, or for so long.  What did not answer the last time is not waited for again."""
+        for gone in self._asking.keys() - set(targets):
+            self._asking.pop(gone).cancel()
+        asked = {
+            target: asyncio.ensure_future(look_up_addresses(*target))
+            for target in targets
+            if target not in self._asking
+        }
+        for task in asked.values():
+            task.add_done_callback(_seen)
+        self._asking |= asked
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=self._wait_s)
+        except asyncio.CancelledError:
+            for task in self._asking.values():
+                task.cancel()
+            self._asking.clear()
+            raise
+
+    def _answer(self, target: tuple[str, int]) -> str:
+        """One address of each host, and the same one each time.  Raises as ``look_up_addresses``."""
+        if not self._asking[target].done():
+            raise LookUpError(f"no answer within {self._wait_s:g} s")
+        return min(self._asking.pop(target).result())
+
+
+def _seen(task: asyncio.Task[tuple[str, ...]]) -> None:
+    """Otherwise asyncio logs the error of a host that is no target any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def name_server_address(text: str) -> tuple[str, int]:

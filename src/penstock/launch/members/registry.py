@@ -10,7 +10,7 @@ from penstock.clock import Clock
 from penstock.config.base import expanded_path
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.dns import DnsMembers, srv_look_up
+from penstock.launch.members.dns import DnsMembers, SrvTargets, srv_look_up
 from penstock.launch.members.file import FileMembers, parse_fleet_gateways, parse_fleet_members
 from penstock.launch.members.interface import Member, MemberKind, Members, StaticMembers
 from penstock.launch.members.nats import NatsMembers
@@ -70,7 +70,9 @@ def _dns(name: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Me
 def _srv(name: str, limits: MembershipConfig, clock: Clock) -> Members:
     if ":" in name:
         raise ConfigError(f"--members dns:{name}: SRV records have ports of their own; leave out the last part")
-    return DnsMembers(WatchedName(f"dns:{name}", srv_look_up(name, limits), limits, clock), limits.max_members)
+    targets = SrvTargets(name, limits)
+    watched = WatchedName(f"dns:{name}", srv_look_up(name, limits, targets), limits, clock)
+    return DnsMembers(watched, limits.max_members, targets)
 
 
 def _nats(text: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:

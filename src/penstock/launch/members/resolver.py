@@ -175,7 +175,7 @@ class ResolvedMembers:
         self._clock = clock
         self._look_up = look_up
         self._members: Sequence[Member] = ()
-        self._names: dict[str, WatchedName] = {}  # by endpoint with a name
+        self._names: dict[str, WatchedName] = {}  # by endpoint with a name; they stay when a watch begins anew
         self._following: dict[str, asyncio.Task[None]] = {}
         self._addresses: dict[str, str] = {}  # the numeric endpoint in use, by endpoint with a name
 
@@ -198,7 +198,9 @@ class ResolvedMembers:
             await self._source.watch(on_members)
         finally:
             following = list(self._following.values())
-            self._follow(set(), changed)
+            self._following.clear()
+            for task in following:
+                task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
 
     def problems(self) -> Sequence[MembersProblem]:
@@ -209,10 +211,13 @@ class ResolvedMembers:
         for endpoint in self._names.keys() - endpoints:
             del self._names[endpoint]
             self._addresses.pop(endpoint, None)
-            self._following.pop(endpoint).cancel()
-        for endpoint in sorted(endpoints - self._names.keys()):
-            look_up = self._look_up(*host_and_port(endpoint))
-            name = self._names[endpoint] = WatchedName(endpoint, look_up, self._limits, self._clock)
+            if endpoint in self._following:
+                self._following.pop(endpoint).cancel()
+        for endpoint in sorted(endpoints - self._following.keys()):
+            name = self._names.get(endpoint)
+            if name is None:
+                look_up = self._look_up(*host_and_port(endpoint))
+                name = self._names[endpoint] = WatchedName(endpoint, look_up, self._limits, self._clock)
             self._following[endpoint] = asyncio.get_running_loop().create_task(name.follow(changed))
 
     def _resolved(self) -> list[Member]:
