@@ -194,8 +194,8 @@ REFUSED = (
     ("v", "Submit", "no_right"),
     ("v", "Cancel", "no_right"),
 )
-"""Of what the thieves send to a worker: the node whose key it is, the message, and why.  A gateway's key may cancel, but
-not the request of another gateway: that Cancel is ignored, so the stream goes on."""
+"""Of what the thieves send to a worker: whose key it is, the message, and why.  A gateway's key may cancel, but not the
+request of another gateway: that Cancel is ignored, so the stream goes on."""
 
 
 def attacks(joined: Joined, request: RequestId, report: WorkerReport) -> Iterator[tuple[str, PeerMessage]]:
@@ -230,7 +230,7 @@ def attacks(joined: Joined, request: RequestId, report: WorkerReport) -> Iterato
         root=bytes(32),
     )
     yield "v", submit
-    yield "v", msgspec.structs.replace(submit, request=request, epoch=MAX_COUNT)  # another attempt of a request that runs
+    yield "v", msgspec.structs.replace(submit, request=request, epoch=MAX_COUNT)  # in place of a request that runs
 
 
 @pytest.mark.parametrize("node", ["w", pytest.param("g", marks=pytest.mark.long)])
