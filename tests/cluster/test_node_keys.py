@@ -10,17 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from node_folder import NodeFolder
-from penstock.types import MAX_INCARNATION, Duty, ModelIdentity, Role, WorkerId, WorkerState
+from penstock.types import (
+    MAX_COUNT,
+    MAX_INCARNATION,
+    AudioInput,
+    Duty,
+    ModelIdentity,
+    RequestId,
+    RequestStage,
+    Role,
+    SamplingParams,
+    WorkerId,
+    WorkerState,
+    pack_token_ids,
+)
 from penstock.wire.codec import PeerMessage
-from penstock.wire.gateway_messages import AssignRole, Hello, WorkerReport
+from penstock.wire.gateway_messages import AssignRole, Cancel, Hello, KvEvents, Recipient, Submit, WorkerReport
 from penstock.wire.node_keys import NodeKeys
+from penstock.wire.transfer_messages import EncodeImage, PullPages
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 
-from .asking import ask, streaming
+from .asking import Stream, ask, body, streaming
 from .server import PATIENCE_S, PenstockNode, PenstockServer, PenstockWorker, free_port
 from .test_nodes import NODE, SPLIT, free_ports
 
@@ -137,42 +152,85 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
 
 def test_stolen_keys_do_what_their_node_may_and_no_more(joined: Joined, tmp_path: Path) -> None:
     """Thieves with the keys of a worker's and of a gateway's node try all that one message could do before."""
-    server, target = joined.server, joined.workers["w"]
-    lock_out = Hello(gateway=gateway_name(joined), incarnation=MAX_INCARNATION, connection=1 << 40)
-    drain, worker = AssignRole(duty=Duty.DRAIN), WorkerId(joined.worker("w"))
-    report = server_report(worker, server)
-    with streaming(server, max_tokens=900) as stream, ExitStack() as stack:
+    server = joined.server
+    with named_stream(server) as (request, stream), ExitStack() as stack:
         stream.read(50)
+        worker = serving_worker(joined, request)
+        endpoint = joined.workers[worker[0]].endpoint
         thieves = {node: NodeKeys.load(joined.folder.steal(node, tmp_path / node)) for node in "hv"}
         transports = {node: ZmqTransport(keys) for node, keys in thieves.items()}
         for transport in transports.values():
             stack.callback(transport.close)
-        links = {node: transports[node].connect(target.endpoint, worker=worker) for node in "hv"}
-        attacks = {"h": (lock_out, drain), "v": (lock_out, drain, Hello(gateway="v-gateway-1", incarnation=1))}
-        for node, messages in attacks.items():
-            for message in messages:
-                assert links[node].send(message)
-            # What its own name allows is answered: so all before it has been looked at.
-        own = Hello(gateway="h-gateway-1", incarnation=1)
-        assert links["h"].send(own)
-        assert isinstance(next_message(transports["h"], links["h"]), WorkerReport)
+        links = {node: transports[node].connect(endpoint, worker=worker) for node in "hv"}
+        # What its own name allows is answered.
+        assert links["h"].send(Hello(gateway="h-gateway-1", incarnation=1))
+        report = next_message(transports["h"], links["h"])
+        assert isinstance(report, WorkerReport)
+        for node, attack in attacks(joined, request, report):
+            assert links[node].send(attack)
+        server.wait_for(lambda: set(REFUSED) <= refusals(joined), PATIENCE_S, "all are refused")
+        told = {node: {type(message) for message in messages(links[node])} for node in "hv"}
+        assert told["h"] <= {WorkerReport, KvEvents}, "no page, no ticket for one, no token"
+        assert not told["v"]
         mailbox = transports["v"].listen(joined.free)
         hello = next_message(transports["v"], mailbox)
         assert isinstance(hello, Hello)
         refused = 'peer_refusals_total{model_name="storyteller",reason="foreign_name"}'
-        answer_until(transports["v"], mailbox, report, lambda: counted(server, refused) > 0)
+        forged = server_report(WorkerId(joined.worker("w")), server)
+        answer_until(transports["v"], mailbox, forged, lambda: counted(server, refused) > 0)
         assert stream.read() == joined.undisturbed
     assert ask(server, max_tokens=900) == joined.undisturbed
     assert {row["id"]: row["state"] for row in server.workers()} == dict.fromkeys(names_of(joined), "ready")
-    lines = joined.audit.read_text()
-    for key, message, reason in (
-        ("h", "Hello", "foreign_name"),
-        ("h", "AssignRole", "no_right"),
-        ("v", "Hello", "no_right"),
-        ("v", "AssignRole", "no_right"),
-        ("v", "WorkerReport", "foreign_name"),
-    ):
-        assert f'"event":"peer_refused","key":"{key}","detail":"{message}","reason":"{reason}"' in lines
+    assert ("v", "WorkerReport", "foreign_name") in refusals(joined)
+
+
+REFUSED = (
+    ("h", "Hello", "foreign_name"),
+    ("h", "AssignRole", "no_right"),
+    ("h", "PullPages", "no_right"),
+    ("h", "EncodeImage", "no_right"),
+    ("v", "Hello", "no_right"),
+    ("v", "AssignRole", "no_right"),
+    ("v", "Submit", "no_right"),
+    ("v", "Cancel", "no_right"),
+)
+"""Of what the thieves send to a worker: whose key it is, the message, and why.  A gateway's key may cancel, but not the
+request of another gateway: that Cancel is ignored, so the stream goes on."""
+
+
+def attacks(joined: Joined, request: RequestId, report: WorkerReport) -> Iterator[tuple[str, PeerMessage]]:
+    """Whose key, and what is sent with it to the worker that computes the request and says this of itself."""
+    lock_out = Hello(gateway=gateway_name(joined), incarnation=MAX_INCARNATION, connection=1 << 40)
+    drain, cancel = AssignRole(duty=Duty.DRAIN), Cancel(request=request, epoch=MAX_COUNT)
+    yield "h", lock_out
+    yield "h", drain
+    yield "h", cancel
+    pull = PullPages(
+        request=request,
+        epoch=1,
+        skip_blocks=0,
+        identity=report.identity,
+        layout="storyteller",
+        carrier="tcp",
+        incarnation=report.incarnation,
+    )
+    yield "h", pull
+    yield "h", EncodeImage(content=bytes(32), media=AudioInput(64, 2, bytes(8)), identity=report.identity)
+    yield "v", lock_out
+    yield "v", Hello(gateway="v-gateway-1", incarnation=1)
+    yield "v", drain
+    yield "v", cancel
+    submit = Submit(
+        recipient=Recipient(worker=report.worker, incarnation=report.incarnation, identity=report.identity),
+        request=RequestId("stolen/0"),
+        epoch=1,
+        stage=RequestStage.WHOLE,
+        prompt=bytes(pack_token_ids((1, 2, 3))),
+        sampling=SamplingParams(seed=5, max_tokens=900),
+        root=bytes(32),
+    )
+    yield "v", submit
+    yield "v", msgspec.structs.replace(submit, request=request, epoch=MAX_COUNT)  # in place of a request that runs
 
 
 @pytest.mark.parametrize("node", ["w", pytest.param("g", marks=pytest.mark.long)])
@@ -215,6 +273,35 @@ def test_a_revoked_nodes_worker_is_used_no_more(joined: Joined) -> None:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def named_stream(server: PenstockServer) -> Iterator[tuple[RequestId, Stream]]:
+    """A streamed answer, and what workers call its only choice."""
+    with (
+        httpx.Client(timeout=110, trust_env=False) as client,
+        client.stream("POST", f"{server.url}/v1/chat/completions", json=body(max_tokens=900, stream=True)) as response,
+    ):
+        assert response.status_code == 200
+        yield RequestId(f"{response.headers['x-request-id']}/0"), Stream(response)
+
+
+def serving_worker(joined: Joined, request: RequestId) -> WorkerId:
+    """Where it is computed."""
+    (choice,) = joined.server.get(f"/debug/requests/{request}").json()["choices"]
+    return WorkerId(choice["decisions"][-1]["legs"][-1]["worker"])
+
+
+def refusals(joined: Joined) -> set[tuple[str, ...]]:
+    """Key, message and reason of each in the audit log."""
+    pattern = '"event":"peer_refused","key":"([^"]*)","detail":"([^"]*)","reason":"([^"]*)"'
+    return set(re.findall(pattern, joined.audit.read_text()))
+
+
+def messages(link: Link) -> Iterator[PeerMessage]:
+    """All that have come."""
+    while (received := link.recv()) is not None:
+        yield received.message
 
 
 def names_of(joined: Joined) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from penstock.cli.console import TextStyle, count_bar, text_table
 from penstock.cli.parsing import COMMANDS
-from penstock.config.fleet_file import LinkSpeeds, SimMemory, SimSchedulerLimits
+from penstock.config.fleet_file import LinkSpeeds, SimMemory, SimRankTimes, SimSchedulerLimits
 from penstock.errors import ConfigError
 from penstock.launch.model_path import locate_model
 from penstock.sim.calibration import (
@@ -23,15 +24,17 @@ from penstock.sim.calibration import (
     StepFit,
     fit_step_times,
 )
-from penstock.sim.fleet import SimulatedFleet, check_fleet, fleet_toml, parse_workers
+from penstock.sim.fleet import SimulatedFleet, check_fleet, fleet_toml, parse_workers, profile_toml
 
 EPILOG = """\
 examples:
   penstock calibrate                            the bundled storyteller, one thread
   penstock calibrate ~/models/llama --threads 8 --workers 2:2 --out here.toml
   penstock simulate TRACE --fleet here.toml
+  penstock calibrate --profile here >> fleet.toml      for the nodes of a fleet file that has no figures yet
 
-Nothing else should run meanwhile.  Fleets of the package (h100, h200) are given, not measured.
+Nothing else should run meanwhile.  Fleets of the package (h100, h200) are given, not measured.  Of ranks that divide a
+model, what their exchanges cost is not measured: it is 0 until you write it into [profile.NAME.ranks].
 """
 
 KV_BYTES = 4 << 30
@@ -54,12 +57,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="default: %(default)s")
     parser.add_argument("--workers", default="2", metavar="N", help="of the fleet file, as 4 or 2:2; default: 2")
     parser.add_argument("--kv-memory", type=int, default=KV_BYTES, metavar="B", help="of each; default: %(default)s")
+    parser.add_argument("--profile", metavar="NAME", help="only its tables [profile.NAME], to append to a fleet file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the fleet file there; default: print it")
     parser.add_argument("--json", action="store_true", help="print measurements and fleet as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Always 0; raises ConfigError, ModelError, KernelError."""
+    if args.profile is not None and not re.fullmatch("[a-z0-9][a-z0-9-]{0,39}", args.profile):
+        raise ConfigError(f"--profile {args.profile}: expected lower-case letters, digits and -, 40 at most")
     cores = len(os.sched_getaffinity(0))
     for flag, least, most in (("threads", 1, cores), ("context", 128, 1 << 20), ("rounds", 1, 1000)):
         if not least <= getattr(args, flag) <= most:
@@ -83,18 +89,24 @@ def run(args: argparse.Namespace) -> int:
             source=f"measured: {bench.identity.numerics}, {args.threads} threads, {platform.machine()}, {cores} cores",
             workers=groups,
             steps=found.times,
+            ranks=SimRankTimes(layers=bench.layers),
             memory=SimMemory(token_bytes=token_bytes, device_bytes=args.kv_memory),
             links=LinkSpeeds(worker_bytes_s=bytes_s, host_bytes_s=bytes_s),
             scheduler=SimSchedulerLimits(max_model_len=bench.max_positions, max_running=256, max_step_tokens=2048),
         )
     )
+    text = fleet_toml(fleet) if args.profile is None else _profile_only(fleet, args.profile)
     if args.out is not None:
-        _write(args.out, fleet_toml(fleet))
+        _write(args.out, text)
     if args.json:
         print(msgspec.json.encode(calibration_as_json(fleet, found, readings, writings)).decode())
     else:
-        print(calibration_table(fleet, found, TextStyle()) if args.out is not None else fleet_toml(fleet), end="")
+        print(calibration_table(fleet, found, TextStyle()) if args.out is not None else text, end="")
     return 0
+
+
+def _profile_only(fleet: SimulatedFleet, name: str) -> str:
+    return f"\n# {fleet.name}; {fleet.source}.  Exchanges of ranks are not measured.\n{profile_toml(fleet, name)}"
 
 
 def _write(path: Path, text: str) -> None:

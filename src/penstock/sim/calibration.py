@@ -136,6 +136,7 @@ class CalibrationBench:
         self.length = min(spec.max_positions, extent.context)
         self.vocab = spec.vocab
         self.max_positions = spec.max_positions
+        self.layers = spec.layers
         self.identity = ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics)
         self.layout = KvLayout.for_shape(spec.kv, dtype)
         self._reaches = spec.kv.reaches

@@ -90,8 +90,8 @@ def _profile(file: FleetFile) -> HardwareProfile:
     known = file.profiles
     if not known:
         raise ConfigError(
-            f"fleet {file.name}: it has no [profile.NAME], so there is nothing to simulate with; `penstock calibrate` "
-            "measures one"
+            f"fleet {file.name}: it has no [profile.NAME], so there is nothing to simulate with; `penstock calibrate "
+            "--profile NAME` measures one, to be appended to the file"
         )
     only = next(iter(known)) if len(known) == 1 else DEFAULT_PROFILE
     names = {group.profile or only for group in file.all_workers}
@@ -143,8 +143,14 @@ def fleet_toml(fleet: SimulatedFleet) -> str:
         lines += ["", "[[workers]]", f'role = "{group.role.value}"', f"count = {group.count}"]
         lines += [f'group = "{group.group}"'] if group.group else []
         lines += [f"stages = {list(group.stages)}"] if group.stages else []
+    return "\n".join(lines) + "\n" + profile_toml(fleet, DEFAULT_PROFILE)
+
+
+def profile_toml(fleet: SimulatedFleet, name: str) -> str:
+    """Its figures as the tables ``[profile.NAME]``, which may stand at the end of any fleet file without them."""
+    lines = []
     for table in ("steps", "ranks", "memory", "links", "scheduler"):
-        lines += ["", f"[profile.{DEFAULT_PROFILE}.{table}]"]
+        lines += ["", f"[profile.{name}.{table}]"]
         lines += [f"{key} = {value!r}" for key, value in msgspec.structs.asdict(getattr(fleet, table)).items()]
     return "\n".join(lines) + "\n"
 

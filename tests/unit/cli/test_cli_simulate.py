@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -130,6 +131,35 @@ def test_this_machine_as_a_fleet_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert steps.token_s + steps.pair_s + steps.read_step_s > 0  # which of them, noise decides with so few readings
     assert len(found["readings"]) >= 3
     assert {each["rows"] for each in found["writings"]} == {1, 2, 4, 8, 16}
+
+
+def test_the_fleet_file_of_the_documentation_is_simulated_with_the_figures_of_this_machine(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/fleet.md says it: `penstock calibrate --profile` is appended to the file of the nodes."""
+    page = (Path(__file__).parents[3] / "docs/fleet.md").read_text(encoding="utf-8")
+    nodes, groups, *_ = re.findall(r"(?ms)^```toml\n(.*?)^```$", page)
+    assert 'group = "tp2"' in nodes
+    assert groups.startswith("[[groups]]")
+    file = tmp_path / "fleet.toml"
+    file.write_text(nodes + groups, encoding="utf-8")
+    assert main(["simulate", trace, "--fleet", str(file)]) == 2
+    assert "penstock calibrate --profile" in capsys.readouterr().err
+    assert main(["calibrate", "--context", "128", "--rounds", "1", "--profile", "here"]) == 0
+    with file.open("a", encoding="utf-8") as appended:
+        appended.write(capsys.readouterr().out)
+    # The bundled model has 2,048 positions.
+    assert main(["simulate", trace, "--fleet", str(file), "--requests", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["failed"]) == (3, 0)
+    assert load_fleet(str(file)).ranks.layers == 8
+    assert main(["node", str(file), "--name", "b", "--print-config"]) == 0  # the same file is what runs
+
+
+@pytest.mark.parametrize("name", ["Here", "", "a.b"])
+def test_a_name_that_no_table_can_have_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--profile", name]) == 2
+    assert "lower-case letters, digits and -" in capsys.readouterr().err
 
 
 def test_a_wrong_extent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
