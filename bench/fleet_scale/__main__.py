@@ -1,9 +1,10 @@
 """What the size of a fleet costs its gateways and workers, and whether very many streams outlive a gateway.
 
-    python -m bench.fleet_scale                               # everything, a table and docs/fleet-scale.png
-    python -m bench.fleet_scale --only idle,worker --seconds 5
+    python -m bench.fleet_scale                               # everything: 20 minutes on a quiet machine
+    python -m bench.fleet_scale --only idle,worker --json rows.json --plot docs/fleet-scale.png
+    python -m bench.fleet_scale --json rows.json --plot docs/fleet-scale.png --plot-only
     python -m bench.fleet_scale --only gateway --workers 1000 --stretch 4
-    python -m bench.fleet_scale --only streams --streams 20000
+    python -m bench.fleet_scale --only streams --streams 74000
 
 - ``idle``: one of 16 gateways and 200 workers without requests (``bench/reports.py``).
 - ``gateway``: one gateway and 50 to 4,096 such workers, and what it takes to join them.  With more than 500 workers a
@@ -11,11 +12,13 @@
   comes K times less often, and CPU seconds are counted for each stretched second (``stretched_time.py``).
 - ``worker``: a worker and 1 to 300 gateways, idle, and with eight requests at a time.  Service, loop, scheduler and
   ZeroMQ with CURVE are those of production; the model is null, and a step waits for 20 ms.
-- ``streams``: ``penstock serve --join --gateways 4`` in front of workers that are played, and as many open streams as
-  the descriptors of a process allow.  One gateway is killed; each client goes on with its key and its last event.
-  ``--pace`` is how long a stream waits for its next token: with very many streams, more leaves more CPU for the rest.
+- ``streams``: ``penstock serve --join --gateways 4`` in front of workers that are played, and 20,000 open streams, or
+  as many as ``--streams`` says; the descriptors of a process limit them.  One gateway is killed; each client goes on
+  with its key and its last event.  ``--pace`` is how long a stream waits for its next token: by default 30 s, and with
+  more than 2,100 streams so long that all together get 70 tokens/s, which leaves the CPU to what is measured.
 
-CPU seconds are those of the process in question, all threads included.  Exits with 1 when a bar is missed.
+CPU seconds are those of the process in question, all threads included.  The plot has the CPU of a gateway by workers
+and of a worker by gateways, if those scenes were run, and each bar with its figure.  Exits with 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -33,10 +36,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bench import reports
-from bench.fleet_scale.streams import CLIENTS, GATEWAYS, PACE_S, Service, patience_s, running
+from bench.fleet_scale.streams import (
+    CLIENTS,
+    GATEWAYS,
+    STREAMS,
+    TOKENS_PER_S,
+    Service,
+    default_pace_s,
+    most_streams,
+    patience_s,
+    running,
+)
 from bench.fleet_scale.worker import measure
 from bench.gateway.figures import anonymous_kib
-from bench.scenes import Row, add_options, print_head, save, selected
+from bench.scenes import Row, add_options, draw_bars, print_head, rows_to_plot, save, selected
 
 FLEET = (300, 4096)
 """Gateways and workers of the largest fleet."""
@@ -127,8 +140,12 @@ def worker(options: argparse.Namespace) -> Iterator[Row]:
 
 def streams(options: argparse.Namespace) -> Iterator[Row]:
     """Memory of a stream, what opening one takes, and what becomes of all when a gateway is killed."""
-    count = options.streams or min(100_000, GATEWAYS * (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1500))
-    with tempfile.TemporaryDirectory() as place, running(Path(place), options.pace) as service:
+    most = most_streams(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    count = options.streams or min(STREAMS, most)
+    pace_s = options.pace or default_pace_s(count)
+    if count > most:
+        raise SystemExit(f"--streams {count}: the descriptors that a process may have suffice for {most} (ulimit -n)")
+    with tempfile.TemporaryDirectory() as place, running(Path(place), pace_s) as service:
         service.figures(open=4)
         service.until(lambda found: found["begun"] == 4 * CLIENTS, 60, "warm")
         pids = service.gateways()
@@ -139,11 +156,11 @@ def streams(options: argparse.Namespace) -> Iterator[Row]:
         service.until(lambda found: found["begun"] == opened, patience_s(opened), "open")
         opening, more = time.monotonic() - began, each * CLIENTS
         memory, took = (sum(map(anonymous_kib, pids)) - before) / more, _ms_each(cpu, service.cpu(), more)
-        told = f"{opened:,} streams at {GATEWAYS} gateways, a token each {options.pace:g} s"
+        told = f"{opened:,} streams at {GATEWAYS} gateways, a token each {pace_s:.0f} s"
         yield Row("streams", "memory of the gateways for a stream", memory, "KiB", None, told)
         yield Row("streams", "opened", more / opening, "streams/s", None, f"in {opening:.0f} s; for each {took}")
         yield _held_open(service, options.seconds)
-        yield from _killed(service, opened, options.pace)
+        yield from _killed(service, opened, pace_s)
 
 
 def _held_open(service: Service, seconds: float) -> Row:
@@ -195,7 +212,7 @@ SCENES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """CPU of a gateway by workers, and of a worker by gateways."""
+    """CPU of a gateway by workers, and of a worker by gateways; below them what has a bar."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib import pyplot
 
@@ -206,8 +223,14 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             lines.setdefault(found[2], []).append((int(found[1]), row.value))
     titles = {"workers": "a gateway and its workers", "gateways": "a worker and its gateways"}
     shown = [peers for peers in titles if any(peers in name for name in lines)]
-    figure, panels = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False)
-    for peers, axes in zip(shown, panels[0], strict=True):
+    bars = [row for row in rows if row.bar is not None and row.unit == "% of a core"]
+    heights = [4.0] * bool(shown) + [0.8 + 0.3 * len(bars)] * bool(bars)
+    if not heights:
+        raise SystemExit("there is nothing to plot: it shows rows of the scenes idle, gateway and worker")
+    figure = pyplot.figure(figsize=(5 * max(1, len(shown)) + 2, sum(heights)), layout="constrained")
+    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+    panels = parts.pop(0).subplots(1, len(shown), squeeze=False)[0] if shown else ()
+    for peers, axes in zip(shown, panels, strict=True):
         for name, points in lines.items():
             if peers in name:
                 axes.plot(*zip(*sorted(points), strict=True), "o-", label=name.removeprefix("gateways, "))
@@ -215,6 +238,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
+    if bars:
+        axes = parts.pop().subplots()
+        draw_bars(axes, bars)
+        axes.set(xlabel="per cent of a core; black: the bar")
     figure.savefig(path, dpi=150)
 
 
@@ -223,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.fleet_scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_options(parser, SCENES)
+    add_options(parser, SCENES, plot_only=True)
     parser.add_argument("--rounds", type=int, default=3, help="of the scene idle, whose median counts (default: 3)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: 20)")
     parser.add_argument(
@@ -235,9 +262,23 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[50, 200, 1000, FLEET[1]])
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 16, 100, FLEET[0]])
-    parser.add_argument("--streams", type=int, help="(default: as many as there are descriptors for, up to 100,000)")
-    parser.add_argument("--pace", type=float, default=PACE_S, help="seconds from token to token (default: %(default)g)")
+    parser.add_argument(
+        "--streams",
+        type=int,
+        metavar="N",
+        help=f"open at a time (default: {STREAMS:,}, or as many as there are descriptors for)",
+    )
+    parser.add_argument(
+        "--pace",
+        type=float,
+        metavar="SECONDS",
+        help="from token to token of a stream (default: 30, or with many streams so long that all together get "
+        f"{TOKENS_PER_S:g} tokens/s)",
+    )
     options = parser.parse_args()
+    if (known := rows_to_plot(parser, options)) is not None:
+        plot(known, options.plot)
+        return 0
     names = selected(parser, options.only, SCENES)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

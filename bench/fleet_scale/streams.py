@@ -43,7 +43,16 @@ from penstock.wire.transport import Received
 from penstock.wire.zeromq import ZmqTransport
 
 GATEWAYS, STREAM_WORKERS, CLIENTS = 4, 8, 4
-PACE_S = 30.0  # between two tokens of a stream
+STREAMS = 20_000
+"""That two cores hold with all that is played."""
+
+PACE_S = 30.0  # between two tokens of a stream, at least, where nothing else is given
+TOKENS_PER_S = 70.0
+"""Of all streams together at most, where nothing else is given: two cores are kept for opening and for going on."""
+
+SPARE_DESCRIPTORS = 1500
+"""Of a gateway, for what is no stream."""
+
 MAX_UNANSWERED = 128
 """Connections of a process of clients without a response.  All of them fit into the gateways' queue: the system drops
 what does not, and tries it again seconds later."""
@@ -58,6 +67,16 @@ max_queued_tokens = 1000000000
 first_byte_s = 600.0
 stall_s = {stall_s}
 """
+
+
+def most_streams(descriptors: int) -> int:
+    """That all gateways together can hold if each may have so many descriptors."""
+    return GATEWAYS * (descriptors - SPARE_DESCRIPTORS)
+
+
+def default_pace_s(streams: int) -> float:
+    """Seconds from token to token of each of so many."""
+    return max(PACE_S, streams / TOKENS_PER_S)
 
 
 def patience_s(streams: int) -> float:
@@ -352,7 +371,7 @@ class Service:
 
 
 @contextlib.contextmanager
-def running(folder: Path, pace_s: float = PACE_S) -> Iterator[Service]:
+def running(folder: Path, pace_s: float) -> Iterator[Service]:
     keys = CurveKeys.ephemeral()
     keys.save(folder)
     (folder / "config.toml").write_text(CONFIG.format(stall_s=max(600.0, 4 * pace_s)))

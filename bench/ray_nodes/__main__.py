@@ -30,7 +30,7 @@ from pathlib import Path
 
 from bench.ray_nodes import scenes
 from bench.ray_nodes.rig import Rig
-from bench.scenes import Row, add_options, print_head, save, selected
+from bench.scenes import Row, add_options, draw_bars, print_head, rows_to_plot, save, selected
 
 SCENES: dict[str, Callable[[Rig, argparse.Namespace], Iterator[Row]]] = {
     "up": scenes.up,
@@ -47,17 +47,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib import pyplot
 
-    shown = [row for row in rows if row.unit == "s"][::-1]
+    shown = [row for row in rows if row.unit == "s"]
     figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.3 * len(shown)), layout="constrained")
-    for number, row in enumerate(shown):
-        axes.barh(number, row.value, height=0.6, color="#4c78a8" if row.met else "#e45756")
-        axes.annotate(f" {row.value:.1f}", (row.value, number), va="center", fontsize=8)
-        if row.bar is not None:
-            axes.plot([row.bar, row.bar], [number - 0.4, number + 0.4], color="black", lw=2)
-    axes.set_yticks(range(len(shown)), [f"{row.scene}: {row.what}" for row in shown], fontsize=8)
+    draw_bars(axes, shown)
     axes.set(xlabel="seconds; black: the bar")
-    axes.grid(axis="x", alpha=0.3)
-    axes.margins(x=0.08, y=0.02)
     figure.savefig(path)
 
 
@@ -66,11 +59,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.ray_nodes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_options(parser, SCENES)
+    add_options(parser, SCENES, plot_only=True)
     parser.add_argument("--rounds", type=int, default=3, help="of up and actor, whose medians count (default: 3)")
     parser.add_argument("--streams", type=int, default=8, help="at a time (default: 8)")
     parser.add_argument("--away-s", type=float, default=120.0, help="of gcs, redis and head (default: 120)")
     options = parser.parse_args()
+    if (known := rows_to_plot(parser, options)) is not None:
+        plot(known, options.plot)
+        return 0
     names = selected(parser, options.only, SCENES)
     if sys.dont_write_bytecode:
         print("PYTHONDONTWRITEBYTECODE is set: each process compiles what it imports, which takes it seconds")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.gateway.figures import hardware_line
 
@@ -35,11 +36,23 @@ class Row:
         return f"| {self.scene} | {self.what} | {self.value:,.2f} {self.unit} | {bar} | {self.note} |"
 
 
-def add_options(parser: argparse.ArgumentParser, scenes: Collection[str]) -> None:
-    """``--only``, ``--json`` and ``--plot``."""
+def add_options(parser: argparse.ArgumentParser, scenes: Collection[str], *, plot_only: bool = False) -> None:
+    """``--only``, ``--json`` and ``--plot``; where the plot shows nothing but rows, ``--plot-only``, too."""
     parser.add_argument("--only", metavar="SCENES", help=f"of {', '.join(scenes)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to those there")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
+    shown = "all rows of --json" if plot_only else "what was measured"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw {shown} (needs matplotlib)")
+    if plot_only:
+        parser.add_argument("--plot-only", action="store_true", help="measure nothing: draw what --json has")
+
+
+def rows_to_plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Row] | None:
+    """With ``--plot-only`` the rows of ``--json``, else None.  Ends the process where that or ``--plot`` is missing."""
+    if not options.plot_only:
+        return None
+    if not options.plot or not options.json or not options.json.exists():
+        parser.error("--plot-only needs --plot FILE, and a --json FILE with rows that were measured before")
+    return load(options.json)
 
 
 def selected(parser: argparse.ArgumentParser, only: str | None, scenes: Collection[str]) -> list[str]:
@@ -55,12 +68,29 @@ def print_head(more: str = "") -> None:
     print(f"{hardware_line()}{more}\n\n| scene | | measured | bar | |\n|---|---|---:|---|---|", flush=True)
 
 
+def load(path: Path) -> list[Row]:
+    """What ``save`` has written."""
+    return [Row(**row) for row in json.loads(path.read_text())]
+
+
 def save(path: Path, rows: Sequence[Row], scenes: Collection[str]) -> list[Row]:
     """Replace what the file has of the rows' scenes; all that it has then, in the order of scenes."""
-    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    known = load(path) if path.exists() else []
     measured, order = {row.scene for row in rows}, list(scenes)
     every = [*(row for row in known if row.scene not in measured), *rows]
     # Figures that follow from those of a scene have a name of their own, and come last.
     every.sort(key=lambda row: order.index(row.scene) if row.scene in order else len(order))
     path.write_text(json.dumps([asdict(row) for row in every], indent=1) + "\n")
     return every
+
+
+def draw_bars(axes: Any, rows: Sequence[Row]) -> None:
+    """Each row from the top down, with a black line at its bar; ``axes``: matplotlib's."""
+    for number, row in enumerate(rows[::-1]):
+        axes.barh(number, row.value, height=0.6, color="#4c78a8" if row.met else "#e45756")
+        axes.annotate(f" {row.value:.1f}", (row.value, number), va="center", fontsize=8)
+        if row.bar is not None:
+            axes.plot([row.bar, row.bar], [number - 0.4, number + 0.4], color="black", lw=2)
+    axes.set_yticks(range(len(rows)), [f"{row.scene}: {row.what}" for row in rows[::-1]], fontsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.margins(x=0.08, y=0.02)

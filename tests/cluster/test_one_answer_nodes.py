@@ -31,7 +31,7 @@ TOPOLOGIES: dict[str, Mapping[str, Workers]] = {
     "prefill on one, decode on the other": {"a": (("prefill", 1),), "b": (("decode", 1),)},
     "aggregated": {"a": AGGREGATED, "b": AGGREGATED},
 }
-CHUNKS = {"chunk-16": "max_chunk_tokens = 16", "whole": ""}
+CHUNKS = {"chunk-16": "max_chunk_tokens = 16", "chunk-64": "max_chunk_tokens = 64", "whole": ""}
 
 SETTINGS = """
 {chunk}

@@ -50,6 +50,9 @@ SERVED = {
 }
 """What starts services."""
 
+HAS_A_BAR = {"picker"}
+"""Exits with 1 when it is missed, which so few requests and a busy machine may do."""
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -63,7 +66,8 @@ def test_it_runs(program: str, words: str, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "bench" / f"{program}.py", *shlex.split(words)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    missed = program in HAS_A_BAR and "MISSED" in ended.stdout
+    assert ended.returncode == int(missed), ended.stderr[-6000:]
     assert "Traceback" not in ended.stderr, ended.stderr[-6000:]
     assert any(character.isdigit() for character in ended.stdout)
 
