@@ -112,6 +112,15 @@ def _decode(raw: bytes) -> LeaseRecord | None:
         return None
 
 
+def running_pid(path: Path) -> int:
+    """The process that the record in a lease names, whoever has the lock, if it runs; else 0."""
+    try:
+        record = _decode(path.read_bytes())
+    except OSError:
+        return 0
+    return record.pid if record is not None and 0 <= record.started == start_ticks(record.pid) else 0
+
+
 def start_ticks(pid: int) -> int:
     """When a process was started, to tell it from another one of its number; -1: there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):

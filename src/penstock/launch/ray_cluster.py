@@ -263,12 +263,12 @@ class RayCluster:
         """Begin to drain a node; ``wait_drained`` takes what this returns."""
         return actor.handle.drain.remote()
 
-    def wait_drained(self, draining: Any, timeout_s: float) -> bool:
-        """False: it did not end, or its actor died meanwhile."""
+    def wait_drained(self, draining: Any, timeout_s: float) -> NodeReport | None:
+        """How the node is then.  None: it did not end, or its actor died meanwhile."""
         import ray
 
         done, _ = ray.wait([draining], timeout=timeout_s)
-        return bool(done) and _answer(draining) is not None
+        return _answer(draining) if done else None
 
     def remove(self, actors: Sequence[NodeActor], fleet: str) -> None:
         """End the actors, and with them their nodes; they are gone on return.  Raises PenstockError."""

@@ -10,6 +10,7 @@ from penstock.config.fleet_file import FleetFile, FleetNode
 from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError, PenstockError
+from penstock.launch.node_lease import LEASE_S
 from penstock.launch.ray_cluster import NodeActor, RayCluster, describe
 from penstock.launch.ray_node import NodeOrder, NodeReport, NodeState, node_digest, text_hash
 
@@ -26,6 +27,8 @@ ENDED: tuple[NodeState, ...] = ("stopped", "draining")
 
 LOOK_S = 1.0
 """Between two looks at nodes that are waited for, if they tell of no change meanwhile."""
+
+LEFT = f"what runs of it drains when it has had no actor for {LEASE_S:g} s"
 
 Say = Callable[[str], None]
 """Called with each line of progress."""
@@ -198,9 +201,17 @@ class FleetRollout:
         most_s = max([self._drain_s(actor.node, limits) for actor in actors], default=0.0)
         draining = [(actor, self._cluster.drain(actor)) for actor in actors if actor.state == "ALIVE"]
         until = time.monotonic() + most_s
+        for actor in actors:
+            if actor.state == "RESTARTING":
+                self._say(f"{actor.node}: Ray is restarting its actor, so it is not drained; {LEFT}")
         for actor, answer in draining:
-            well = self._cluster.wait_drained(answer, max(0.0, until - time.monotonic()))
-            self._say(f"{actor.node}: {'has ended' if well else f'did not end within {most_s:g} s, is killed'}")
+            report = self._cluster.wait_drained(answer, max(0.0, until - time.monotonic()))
+            if report is None:
+                self._say(f"{actor.node}: did not end within {most_s:g} s, is killed")
+            elif report.pid:
+                self._say(f"{actor.node}: its process {report.pid} could not be drained; {LEFT}")
+            else:
+                self._say(f"{actor.node}: has ended")
 
     def _drain_s(self, name: str, limits: SuperviseConfig) -> float:
         """How long its actor may take at most; of a node that the file no longer has, by the defaults."""

@@ -38,7 +38,7 @@ from penstock.config.load import load_node
 from penstock.errors import ConfigError
 from penstock.launch.members.file import node_gateways, node_members
 from penstock.launch.members.interface import Member
-from penstock.launch.node_lease import LeaseHolder, LeaseRecord, start_ticks
+from penstock.launch.node_lease import LeaseHolder, LeaseRecord, running_pid, start_ticks
 from penstock.launch.service_notify import NOTIFY_SOCKET, READY
 
 log = logging.getLogger(__name__)
@@ -168,6 +168,7 @@ class NodeProcess:
         self._lock = threading.Condition()  # of what follows; notified when the state changes
         self._state: NodeState = "starting"
         self._process: _Child | None = None
+        self._left_pid = 0  # of a node of the process before this one that is left to its lease
         self._restarts, self._reason = 0, ""
         self._ready_after_s: float | None = None
         self._stopping = threading.Event()
@@ -190,7 +191,7 @@ class NodeProcess:
                 node=order.node,
                 digest=order.digest,
                 state=self._state,
-                pid=0 if self._process is None else self._process.pid,
+                pid=self._left_pid if self._process is None else self._process.pid,
                 actor_pid=os.getpid(),
                 restarts=self._restarts,
                 reason=self._reason,
@@ -258,10 +259,22 @@ class NodeProcess:
             if was_ready_s >= self._limits.stable_s:
                 pause_s = self._limits.backoff_first_s
             if self._stopping.wait(pause_s):
-                return
+                break
             pause_s = min(2 * pause_s, self._limits.backoff_max_s)
             with self._lock:
                 self._restarts += 1
+        if not has_run:
+            self._drain_found()
+
+    def _drain_found(self) -> None:
+        """The node that the process before this one had started, and that could not be watched.  Tried once."""
+        try:
+            self._run_once(self._taken_over())
+        except OSError as error:
+            log.warning("a node is left to its lease: %s", error)
+            record = None if self._lease is None else self._lease.read()
+            with self._lock:
+                self._left_pid = 0 if record is None else record.pid
 
     def _enter(self, state: NodeState) -> None:
         """With the lock."""
@@ -425,7 +438,7 @@ def started_node(order: NodeOrder, folder: Path) -> NodeProcess:
     fleet, node = order.parsed()
     file = fleet_file_of(order, folder)
     config = load_node(fleet, node, str(file))
-    place = file.with_suffix(".lease")
+    place = lease_file_of(order, folder)
     lease = LeaseHolder(place)
     try:
         write_privately(file, order.text)  # with the lease: it may be what another node's gateways follow
@@ -449,6 +462,11 @@ def fleet_file_of(order: NodeOrder, folder: Path) -> Path:
     """Where a host has the fleet file of a node.  A hash keeps fleets apart whose names look alike in it."""
     fleet = f"{re.sub('[^A-Za-z0-9.]+', '-', order.fleet)}-{text_hash(order.fleet)[:8]}"
     return folder / f"penstock-{fleet}-{order.node}.toml"
+
+
+def lease_file_of(order: NodeOrder, folder: Path) -> Path:
+    """Where a host has the lease of a node."""
+    return fleet_file_of(order, folder).with_suffix(".lease")
 
 
 def write_privately(file: Path, text: str) -> None:
@@ -482,6 +500,7 @@ class NodeRunner:
         """``folder``: as ``started_node`` has it.  An error is reported, not raised."""
         self.order = order
         self._folder = folder
+        self._lease_path = lease_file_of(order, folder)
         self._starting = threading.Lock()  # while the node is started, or its file is replaced
         self._lock = threading.Condition()  # of what follows; notified when the state changes
         self._process: NodeProcess | None = None
@@ -498,7 +517,8 @@ class NodeRunner:
             self._start_later()
 
     def report(self) -> NodeReport:
-        """How the node is now.  It names its members while it waits, too: the actor before this one may run it."""
+        """How the node is now.  It names its members while it waits, too: the actor before this one may run it.  A
+        node that does so when this one is stopped is left to its lease, and its process is named."""
         with self._lock:
             if self._process is not None:
                 return self._process.report(self.order, *self._endpoints)
@@ -506,6 +526,7 @@ class NodeRunner:
                 node=self.order.node,
                 digest=self.order.digest,
                 state=self._state,
+                pid=running_pid(self._lease_path) if self._state == "stopped" else 0,
                 actor_pid=os.getpid(),
                 reason=self._reason,
                 members=self._endpoints.workers,

@@ -28,7 +28,8 @@ def node(number: int) -> FleetNode:
 class Cluster:
     """Actors that are placed report that their nodes are ready; those in ``unplaced`` never are.
 
-    ``states``: of nodes that are not ready until they are restarted; ``silent``: how often actors do not answer.
+    ``states``: of nodes that are not ready until they are restarted; ``silent``: how often actors do not answer;
+    ``left``: processes of nodes that could not be drained; -1: it does not end.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Cluster:
         unplaced: Sequence[str] = (),
         states: Mapping[str, NodeState] = MappingProxyType({}),
         silent: Mapping[str, int] = MappingProxyType({}),
+        left: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._unplaced = unplaced
         self._digests = {node.name: node_digest(fleet, node) for node in fleet.nodes}
         self._states = dict(states)
         self._silent = dict(silent)
+        self._left = left
         self.created: list[str] = []
         self.updated: list[str] = []
 
@@ -77,8 +80,9 @@ class Cluster:
     def drain(self, actor: NodeActor) -> str:
         return actor.node
 
-    def wait_drained(self, _node: str, _timeout_s: float) -> bool:
-        return True
+    def wait_drained(self, node: str, _timeout_s: float) -> NodeReport | None:
+        pid = self._left.get(node, 0)
+        return None if pid < 0 else NodeReport(node=node, digest=self._digests[node], state="stopped", pid=pid)
 
     def remove(self, actors: Sequence[NodeActor], _fleet: str) -> None:
         for actor in actors:
@@ -122,3 +126,17 @@ def test_an_actor_that_is_slow_to_answer_is_asked_again(times: int, created: lis
     FleetRollout(cluster, fleet, "the text", said.append).up(0.0)
     assert said[:2] == ["n0: as it was", "n1: made anew" if created else "n1: as it was"]
     assert cluster.created == created
+
+
+def test_how_each_node_ended_is_said() -> None:
+    fleet = FleetFile(name="f", keys="/keys", nodes=(node(0), node(1), node(2), node(3)))
+    cluster: Any = Cluster(fleet, unplaced=["n1"], left={"n2": 77, "n3": -1})
+    said: list[str] = []
+    assert FleetRollout(cluster, fleet, "the text", said.append).down() == 4
+    by_its_lease = "what runs of it drains when it has had no actor for 30 s"
+    assert said[4:] == [
+        f"n1: Ray is restarting its actor, so it is not drained; {by_its_lease}",
+        "n0: has ended",
+        f"n2: its process 77 could not be drained; {by_its_lease}",
+        "n3: did not end within 42 s, is killed",
+    ]

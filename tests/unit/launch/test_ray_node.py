@@ -423,6 +423,43 @@ def test_a_node_that_is_drained_before_it_could_start_never_does(
     lease.close()
     assert (node.report().state, node.report().reason) == ("stopped", "enough")
     assert not is_gone(pid)
+    assert node.report().pid == pid, "it is left to its lease"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert node.report().pid == 0
+
+
+@pytest.mark.parametrize("short", ["for a moment", "for ever"])
+def test_a_node_that_could_not_be_taken_over_is_drained_or_named(
+    tmp_path: Path,
+    abandoned: tuple[NodeOrder, LeaseHolder, int],
+    monkeypatch: pytest.MonkeyPatch,
+    short: str,
+) -> None:
+    order, lease, pid = abandoned
+    lease.close()
+    few, pidfd_open = threading.Event(), os.pidfd_open
+    few.set()
+
+    def opened(number: int) -> int:
+        if few.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return pidfd_open(number)
+
+    monkeypatch.setattr(os, "pidfd_open", opened)
+    node = NodeRunner(order, tmp_path)
+    wait_for(lambda: "Too many open files" in node.report().reason)
+    if short == "for a moment":
+        few.clear()
+    node.begin_drain("enough")
+    node.wait_drained()
+    assert node.report().state == "stopped"
+    if short == "for a moment":
+        assert node.report().pid == 0
+        wait_for(lambda: is_gone(pid))
+    else:
+        assert node.report().pid == pid
+        assert not is_gone(pid)
 
 
 def test_a_node_whose_settings_are_wrong_is_not_tried_again(tmp_path: Path) -> None:
