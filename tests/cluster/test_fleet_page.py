@@ -81,8 +81,9 @@ class TypedHost:
         log = self.home / "log"
         with log.open("wb") as out:
             words = [*self._inside, "bash", "-ec", f"exec {text}"]
-            quiet = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-            running = subprocess.Popen(words, env=self._environ, cwd=self.home, **quiet)
+            running = subprocess.Popen(
+                words, env=self._environ, cwd=self.home, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
         try:
             yield log
             started = children(running.pid)
