@@ -1,7 +1,8 @@
 """F14: two hosts with a node each; one is killed, stopped or cut off under streams.
 
 Both nodes have a prefill worker, a decode worker and a gateway; their hosts are network namespaces, and clients are on
-a third.  Streams are compared with those of one process that nothing befalls.
+a third.  Streams are compared with those of one process that nothing befalls.  When all of them are over, the node
+comes back amid others, which are compared, too: it harms none of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ PROMPT, TOKENS = 16, 80
 BEGUN = 5
 """Pieces that each stream has had when the blow falls."""
 
-BARS_S = {"killed": 1.5, "stopped": 5.0, "cut off": 10.0, "no blow": None}
+NO_BLOW = "no blow"
+BARS_S = {"killed": 1.5, "stopped": 5.0, "cut off": 10.0, NO_BLOW: None}
 """The p99 of the longest wait for a token after the blow."""
 
 WAYS = {"all clients at the gateway that is left": (0,), "half of the clients at each gateway": (0, 1)}
@@ -75,8 +77,19 @@ class Losses:
     stalls: list[float] = field(default_factory=list)
     stalls_stayed: list[float] = field(default_factory=list)
     stalls_resumed: list[float] = field(default_factory=list)  # of those read on from another gateway
+    returns: list[float] = field(default_factory=list)  # until both gateways had all workers again
+    at_return: int = 0  # streams that had begun and not ended when the node came back
+    while_away: int = 0  # streams that were begun after the blow, before the node was whole again
     lost: list[str] = field(default_factory=list)
     differ: int = 0
+
+    def compare(self, streams: Sequence[Stream], wanted: Answers) -> None:
+        """Count those that are lost or not as they must be; all are over."""
+        for stream, answer in zip(streams, wanted, strict=True):
+            if stream.error:
+                self.lost.append(stream.error)
+            else:
+                self.differ += stream.identical() != answer
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
@@ -112,7 +125,8 @@ def f14(budget: Budget) -> Result:
             blow = Blow(kind, hosts, nodes[1], nodes[0])
             into = losses.setdefault((kind, way), Losses())
             asyncio.run(_struck(asked, wanted, WAYS[way], hosts, blow, into))
-            blow.heal()
+            if kind != NO_BLOW:
+                asyncio.run(_returned(asked, wanted, WAYS[way], hosts, blow, into))
             left += _left(nodes, f"{kind}, {way}")
             print(f"F14: {kind}, {way}: stall p99 {quantile(into.stalls, 0.99):.2f} s", file=sys.stderr, flush=True)
         again = asyncio.run(_all(asked, (0, 1), _gateways(hosts)))
@@ -137,6 +151,7 @@ def _judged(losses: dict[tuple[str, str], Losses], left: list[str]) -> Result:
             f"{where}: lost {one.lost[:2]}": not one.lost,
             f"{where}: {one.differ} differ": not one.differ,
             f"{where}: nothing was hit": one.open > 0 and one.at_lost > 0,
+            f"{where}: nothing was hit by the return": kind == NO_BLOW or one.at_return > 0,
             f"{where}: stall p99 {p99:.2f} s": bar is None or p99 <= bar,
         }
         figures[where] = f"{one.open} streams, {one.at_lost} requests there, {one.differ} differ, {len(one.lost)} lost"
@@ -145,9 +160,13 @@ def _judged(losses: dict[tuple[str, str], Losses], left: list[str]) -> Result:
             if seconds:
                 shares = (quantile(seconds, share) for share in (0.5, 0.99, 1.0))
                 figures[f"{where}, {len(seconds)} {name}: p50, p99, max"] = " ".join(f"{value:.2f}" for value in shares)
+        if one.returns:
+            seconds = " ".join(f"{value:.1f}" for value in one.returns)
+            told = f"{one.at_return} streams, all workers ready after {seconds} s"
+            figures[f"{where}, return amid"] = told
         stalls[f"{kind}|{way}"] = histogram(one.stalls)
     figures |= {
-        "answers": sum(one.open for one in losses.values()),
+        "answers": sum(one.open + one.while_away for one in losses.values()),
         "wrong": sum(one.differ + len(one.lost) for one in losses.values()),
         "left": len(left),
         "stalls": stalls,
@@ -203,7 +222,7 @@ class Blow:
         return sum(row["running"] + row["queued"] for row in rows)
 
     def heal(self) -> None:
-        """The node is there again, and part of the fleet."""
+        """The node is there again, and part of the fleet, as both gateways know."""
         match self.kind:
             case "killed":
                 self.node.process.wait()
@@ -212,7 +231,8 @@ class Blow:
                 self.node.signal_all(signal.SIGCONT)
             case "cut off":
                 self._at_links(self.hosts.mend)
-        _wait_whole(self.node)
+        for node in (self.node, self.other):
+            _wait_whole(node)
 
     def _at_links(self, do: Callable[[str, str], None]) -> None:
         for other in (self.other.name, WORLD):
@@ -258,8 +278,7 @@ async def _struck(
     streams = _streams(asked, firsts)
     async with _gateways(hosts) as gateways:
         whole = asyncio.create_task(_read(streams, gateways))
-        while not all(len(stream.moments) >= BEGUN or stream.ended for stream in streams):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await _begun(streams)
         into.at_lost += await asyncio.to_thread(blow.requests_there)
         hit = [(stream, stream.at) for stream in streams if not stream.ended]
         struck_at = time.monotonic()
@@ -270,11 +289,41 @@ async def _struck(
         into.open += 1
         into.stalls.append(stall)
         (into.stalls_stayed if stream.at == gateway else into.stalls_resumed).append(stall)
-    for stream, answer in zip(streams, wanted, strict=True):
-        if stream.error:
-            into.lost.append(stream.error)
-        else:
-            into.differ += stream.identical() != answer
+    into.compare(streams, wanted)
+
+
+async def _begun(streams: Sequence[Stream]) -> None:
+    """Until each has had ``BEGUN`` pieces, or is over."""
+    while not all(len(stream.moments) >= BEGUN or stream.ended for stream in streams):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def _returned(
+    asked: list[dict[str, Any]], wanted: Answers, firsts: Sequence[int], hosts: Hosts, blow: Blow, into: Losses
+) -> None:
+    """All streams again, and again until the node that was struck is whole; it comes back when each has begun."""
+    async with _gateways(hosts) as gateways:
+        streams = _streams(asked, firsts)
+        whole = asyncio.create_task(_read(streams, gateways))
+        await _begun(streams)
+        into.at_return += sum(not stream.ended for stream in streams)
+        back = asyncio.create_task(_seconds(blow.heal))
+        while True:
+            await whole
+            into.while_away += len(streams)
+            into.compare(streams, wanted)
+            if back.done():
+                break
+            streams = _streams(asked, firsts)
+            whole = asyncio.create_task(_read(streams, gateways))
+        into.returns.append(await back)
+
+
+async def _seconds(act: Callable[[], object]) -> float:
+    """That it takes, in a thread."""
+    began = time.monotonic()
+    await asyncio.to_thread(act)
+    return time.monotonic() - began
 
 
 def _left(nodes: Sequence[HostNode], when: str) -> list[str]:
