@@ -174,7 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
     logit_bias: dict[TokenId, Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]] = {}
-    min_tokens: Count = 0  # below so many a stop token is drawn only where the grammar allows nothing else
+    min_tokens: Count = 0  # below that a stop token is drawn only where the grammar allows nothing else
     stop_token_ids: tuple[TokenId, ...] = ()  # the model's end tokens are among them unless ignore_eos was asked for
     logprobs: Count | None = None  # how many alternatives to report; 0 reports the chosen token only
     prompt_logprobs: Count | None = None  # the same for every prompt token but the first

@@ -113,7 +113,7 @@ def _decode(raw: bytes) -> LeaseRecord | None:
 
 
 def running_pid(path: Path) -> int:
-    """The process that the record in a lease names, whoever has the lock, if it runs; else 0."""
+    """The process that the record in a lease names, also if another one has the lock, if it runs; else 0."""
     try:
         record = _decode(path.read_bytes())
     except OSError:

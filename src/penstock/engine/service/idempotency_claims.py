@@ -57,7 +57,7 @@ class _Claim:
     until: float
     runs_until: float  # that long a gateway may compute it
     first: GatewayProcess
-    counted_by: GatewayProcess | None = None  # was told that the key is new: it counts tokens as they come
+    counted_by: GatewayProcess | None = None  # got "new" for an answer: it counts tokens as they come
     computed_by: list[GatewayProcess] = field(default_factory=list[GatewayProcess])
     sent: array[int] = field(default_factory=lambda: array("I"))  # of each choice; empty: nothing is counted
 
