@@ -93,6 +93,11 @@ def _kind(header: bytes) -> str:
     return header[at + 1 : at + 1 + (header[at] & 0x1F)].decode()
 
 
+async def no_answer(endpoint: str) -> str:
+    """Why a worker of this process does not respond."""
+    return f"{endpoint} does not respond"
+
+
 class Gateway:
     """A host with one gateway: router, discovery of workers, rates of tenants."""
 
@@ -112,6 +117,7 @@ class Gateway:
             Hello(gateway=name, incarnation=1, discovery=True),
             clock=clock,
             beat_s=0.25,
+            probe=no_answer,
         )
         self.router.add_report_listener(self.joined.on_report)
         self.joined.start()
@@ -273,10 +279,10 @@ async def disturb(town: ManyTown, seconds: float, requests_per_s: float) -> list
             town.start_worker(town.dice.choice(ROLES))
             town.publish_members()
         elif turn % 20 == 15:
-            for worker in hanging:
-                worker.stopped = False
-            hanging = [town.busy_worker()]
+            before, hanging = hanging, [town.busy_worker()]  # another one: what hangs keeps all of its requests
             hanging[0].stopped = True
+            for worker in before:
+                worker.stopped = False
         await town.turn()
     for worker in hanging:
         worker.stopped = False
