@@ -133,5 +133,5 @@ def test_the_commands_of_the_page_start_two_nodes_that_answer(tmp_path: Path) ->
         with a.typed(start_a) as log, b.typed(start_b):
             for name in ("b-decode-0", "b-decode-1"):
                 PenstockServer.wait_for(lambda name=name: f"joined {name}" in log.read_text(), JOINED_S, name)
-            told = a.type(chat.replace("KEY", key), "Tell me a story.")
-            assert len(told.split()) > 5
+            answer = a.type(chat.replace("KEY", key), "Tell me a story.")
+            assert len(answer.split()) > 5

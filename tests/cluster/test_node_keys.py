@@ -169,9 +169,9 @@ def test_stolen_keys_do_what_their_node_may_and_no_more(joined: Joined, tmp_path
         for node, attack in attacks(joined, request, report):
             assert links[node].send(attack)
         server.wait_for(lambda: set(REFUSED) <= refusals(joined), PATIENCE_S, "all are refused")
-        told = {node: {type(message) for message in messages(links[node])} for node in "hv"}
-        assert told["h"] <= {WorkerReport, KvEvents}, "no page, no ticket for one, no token"
-        assert not told["v"]
+        answered = {node: {type(message) for message in messages(links[node])} for node in "hv"}
+        assert answered["h"] <= {WorkerReport, KvEvents}, "no page, no ticket for one, no token"
+        assert not answered["v"]
         mailbox = transports["v"].listen(joined.free)
         hello = next_message(transports["v"], mailbox)
         assert isinstance(hello, Hello)
