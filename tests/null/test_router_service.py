@@ -109,6 +109,15 @@ async def test_a_request_waits_for_the_first_worker():
         client.assert_true_answer()
 
 
+async def test_a_worker_that_is_gone_before_the_first_request_has_said_which_model_is_served():
+    """What comes then waits for the next worker instead of being refused at once."""
+    async with Town(*WHOLE) as town:
+        await town.until(town.router.ready)
+        for name in WHOLE:
+            town.kill(name)
+        assert await town.router.wait_identity() == IDENTITY
+
+
 async def test_a_request_does_not_wait_for_ever():
     config = GatewayConfig(name="g", limits=RequestLimits(first_byte_s=5.0))
     async with Town("prefill-0", config=config) as town:

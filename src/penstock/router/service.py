@@ -580,6 +580,7 @@ class RouterService:
             if self._shares is not None and not self._met_workers.is_set():
                 self._shares.tick(now)  # before the first request: a host that joins others brings no full buckets
             self._met_workers.set()
+            self.identity()  # requests that come when this worker is gone again wait for another one of its model
             self.adapters.on_ready(report.worker)
             self._repeat_verdicts(report, now)
             self._dispatcher.place_waiting(now, ready=True)
