@@ -71,7 +71,8 @@ def f2(budget: Budget) -> Result:
         f"answers differ or failed: {record.wrong[:2]}": not record.wrong,
         f"cuts that hit nothing: {idle_cuts}": not idle_cuts,
         "failover took too long": max(waits, default=0.0) <= FAILOVER_S,
-        "no 503 in time": refused is not None and refused <= REFUSED_S,
+        "no 503 without any worker": refused is not None,
+        "no 503 in time": refused is None or refused <= REFUSED_S,
         "pages leaked": clean,
     }
     figures = {
