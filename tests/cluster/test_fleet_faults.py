@@ -29,10 +29,11 @@ from penstock.config.api_keys import TenantEntry, edit_keys, new_key
 from penstock.wire.curve_keys import CurveKeys
 
 from .asking import ask, penstock, streaming
+from .member_sources import MembersFile
 from .one_answer import Plain, compare
+from .scaled_fleet import states
 from .server import PATIENCE_S, PenstockNode, PenstockServer, PenstockWorker, free_port
 from .streams import Answer, all_answers, keyed_completion, make_client, whole_answers
-from .test_members import MembersFile, rows
 from .two_nodes import AGGREGATED, SPLIT, NodePair, free_ports, two_nodes
 from .varied import varied_requests
 
@@ -139,9 +140,9 @@ def its_name(server: PenstockServer, file: MembersFile, one: PenstockWorker, two
     """Comes and goes in the members file."""
     for _ in range(flaps):
         file.write(one)
-        server.wait_for(lambda: rows(server).get("two") != "ready", PATIENCE_S, "left out")
+        server.wait_for(lambda: states(server).get("two") != "ready", PATIENCE_S, "left out")
         file.write(one, two)
-        server.wait_for(lambda: rows(server).get("two") == "ready", PATIENCE_S, "used")
+        server.wait_for(lambda: states(server).get("two") == "ready", PATIENCE_S, "used")
 
 
 def its_process(
@@ -155,7 +156,7 @@ def its_process(
         two.wait_ready()
         server.wait_for(
             lambda before=before: (  # type: ignore[misc]
-                rows(server).get("two") == "ready" and server.worker("two")["pid"] != before
+                states(server).get("two") == "ready" and server.worker("two")["pid"] != before
             ),
             PATIENCE_S,
             "used",
@@ -180,13 +181,13 @@ def test_a_member_that_flaps_changes_no_answer(
         file.write(one, two)
         flags = ["--keys", keys, "--members", f"file:{file.path}"]
         server = stack.enter_context(PenstockServer(flags, config=FLAPPING, folder=tmp_path))
-        server.wait_for(lambda: rows(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "joined")
+        server.wait_for(lambda: states(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "joined")
         undisturbed = [ask(server, max_tokens=TOKENS, seed=seed) for seed in range(CLIENTS)]
         with clients(server) as asked:
             flap(server, file, one, two, flaps)
         assert len(asked.read) >= CLIENTS
         assert all(text == undisturbed[seed] for seed, text in asked.read)
-        server.wait_for(lambda: rows(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "whole")
+        server.wait_for(lambda: states(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "whole")
         server.wait_idle()
         assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
 

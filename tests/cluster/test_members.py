@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ import pytest
 from penstock.wire.curve_keys import CurveKeys
 
 from .asking import ask, penstock, streaming
+from .member_sources import QUICK, MembersFile
+from .scaled_fleet import states
 from .server import PATIENCE_S, PenstockServer, PenstockWorker, free_port
 
 STREAMS = 24
@@ -33,19 +34,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-class MembersFile:
-    """The file, written in place, not atomically."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, *workers: PenstockWorker, **labels: str) -> float:
-        """Returns when it was written."""
-        members = [{"name": f"at-{w.port}", "endpoint": w.endpoint, "labels": labels} for w in workers]
-        self.path.write_text(json.dumps({"members": members}))
-        return time.monotonic()
-
-
 def read_stream(server: PenstockServer, seed: int) -> str:
     with streaming(server, max_tokens=TOKENS, seed=seed) as stream:
         return stream.read()
@@ -62,12 +50,8 @@ def texts(asked: list[Future[str]]) -> list[str]:
     return [one.result() for one in asked]
 
 
-def rows(server: PenstockServer) -> dict[str, str]:
-    return {row["id"]: row["state"] for row in server.workers()}
-
-
 def wait_used(server: PenstockServer, worker: str, since: float) -> None:
-    server.wait_for(lambda: rows(server).get(worker) == "ready", PATIENCE_S, "used")
+    server.wait_for(lambda: states(server).get(worker) == "ready", PATIENCE_S, "used")
     assert time.monotonic() - since <= USED_S
 
 
@@ -104,12 +88,12 @@ def test_a_worker_is_added_and_another_removed_while_streams_run(
         with streams(server) as second:
             server.wait_for(lambda: server.worker("two")["running"] > 0, PATIENCE_S, "busy")
             file.write(two)
-            server.wait_for(lambda: rows(server).get("one") != "ready", PATIENCE_S, "left out")
+            server.wait_for(lambda: states(server).get("one") != "ready", PATIENCE_S, "left out")
             with streams(server) as third:
                 assert texts(third) == undisturbed
             assert texts(second) == undisturbed
         assert texts(first) == undisturbed
-    server.wait_for(lambda: rows(server) == {"two": "ready"}, PATIENCE_S, "forgotten")
+    server.wait_for(lambda: states(server) == {"two": "ready"}, PATIENCE_S, "forgotten")
     assert server.metrics()["penstock:resubmissions_total"] == 0, "requests ended where they were"
     assert one.running
     assert "one at" in server.read_log()
@@ -123,7 +107,7 @@ def test_a_file_that_is_broken_or_missing_changes_nothing(
 ) -> None:
     server, file, one, two = place
     file.write(one, two)
-    server.wait_for(lambda: rows(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "used")
+    server.wait_for(lambda: states(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "used")
     whole = file.path.read_bytes()
     with streams(server) as asked:
         file.path.write_bytes(whole[:40])
@@ -132,7 +116,7 @@ def test_a_file_that_is_broken_or_missing_changes_nothing(
         file.path.unlink()
         server.wait_for(lambda: "no such file" in server.read_log(), PATIENCE_S, "told of")
         assert texts(asked) == undisturbed
-    assert rows(server) == {"one": "ready", "two": "ready"}
+    assert states(server) == {"one": "ready", "two": "ready"}
     assert server.get("/ready").status_code == 200
     file.path.write_bytes(whole)
     server.wait_for(lambda: "are read again" in server.read_log(), PATIENCE_S, "read")
@@ -143,7 +127,7 @@ def test_a_worker_that_moves_to_another_port_is_found_there(
 ) -> None:
     server, file, one, two = place
     file.write(one, two)
-    server.wait_for(lambda: rows(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "used")
+    server.wait_for(lambda: states(server) == {"one": "ready", "two": "ready"}, PATIENCE_S, "used")
     with streams(server) as asked:
         server.wait_for(lambda: server.worker("two")["running"] > 0, PATIENCE_S, "busy")
         two.kill()
@@ -153,9 +137,9 @@ def test_a_worker_that_moves_to_another_port_is_found_there(
             server.wait_for(lambda: pid in [row["pid"] for row in server.workers()], PATIENCE_S, "found")
             wait_used(server, "two", since)
             assert texts(asked) == undisturbed
-            assert set(rows(server)) == {"one", "two"}
+            assert set(states(server)) == {"one", "two"}
             file.write(one)
-            server.wait_for(lambda: rows(server) == {"one": "ready"}, PATIENCE_S, "forgotten")
+            server.wait_for(lambda: states(server) == {"one": "ready"}, PATIENCE_S, "forgotten")
 
 
 def test_a_worker_that_is_named_by_another_address_goes_on(
@@ -166,7 +150,7 @@ def test_a_worker_that_is_named_by_another_address_goes_on(
     port = free_port()
     with PenstockWorker(["--keys", keys, "--name", "wide", "--listen", f"tcp://0.0.0.0:{port}"], port=port) as wide:
         wait_used(server, "wide", file.write(wide))
-        server.wait_for(lambda: rows(server) == {"wide": "ready"}, PATIENCE_S, "alone")
+        server.wait_for(lambda: states(server) == {"wide": "ready"}, PATIENCE_S, "alone")
         pid = server.worker("wide")["pid"]
         with streams(server) as asked:
             server.wait_for(lambda: server.worker("wide")["running"] > 0, PATIENCE_S, "busy")
@@ -174,10 +158,10 @@ def test_a_worker_that_is_named_by_another_address_goes_on(
             file.path.write_text(text.replace("127.0.0.1", "127.0.0.2"))
             server.wait_for(lambda: "127.0.0.2" in server.read_log(), PATIENCE_S, "joined")
             assert texts(asked) == undisturbed
-        assert rows(server) == {"wide": "ready"}
+        assert states(server) == {"wide": "ready"}
         assert server.worker("wide")["pid"] == pid
         file.path.write_text('{"members": []}')
-        server.wait_for(lambda: rows(server) == {}, PATIENCE_S, "forgotten")
+        server.wait_for(lambda: states(server) == {}, PATIENCE_S, "forgotten")
 
 
 def test_a_gateway_without_members_waits_for_them(keys: str, tmp_path: Path) -> None:
@@ -219,8 +203,6 @@ def test_refusals(keys: str, words: list[str], because: str) -> None:
 
 # --- DNS --------------------------------------------------------------------------------------------------------------
 
-QUICK = "[membership]\ndns_poll_s = 0.5\ndns_empty_s = 3.0\ndns_timeout_s = 1.0\n"
-
 
 def wait_asked(server: PenstockServer, names: object, more: int) -> None:
     """Until the name server was asked so many more times."""
@@ -246,16 +228,16 @@ def test_srv_records_name_workers_and_a_name_server_that_fails_loses_none(keys: 
             wait_used(server, "two", time.monotonic())
             names.fault = "servfail"
             wait_asked(server, names, 2)
-            assert rows(server) == {"one": "ready", "two": "ready"}
+            assert states(server) == {"one": "ready", "two": "ready"}
             assert ask(server, max_tokens=TOKENS) == whole
             names.fault = None
             names.records = [f"0 0 {two.port} localhost."]
-            server.wait_for(lambda: rows(server) == {"two": "ready"}, PATIENCE_S, "forgotten")
+            server.wait_for(lambda: states(server) == {"two": "ready"}, PATIENCE_S, "forgotten")
             assert ask(server, max_tokens=TOKENS) == whole
             names.fault = "nxdomain"
             wait_asked(server, names, 2)
-            assert rows(server) == {"two": "ready"}
-            server.wait_for(lambda: rows(server) == {}, PATIENCE_S, "believed")
+            assert states(server) == {"two": "ready"}
+            server.wait_for(lambda: states(server) == {}, PATIENCE_S, "believed")
             assert server.get("/ready").status_code == 503
 
 
@@ -298,7 +280,7 @@ def test_addresses_of_a_name_are_workers_and_a_silent_name_server_holds_up_nothi
             server.wait_for(lambda: "cannot be resolved" in server.read_log(), PATIENCE_S, "told of")
             assert stream.read() == whole
         assert ask(server, max_tokens=TOKENS) == whole
-        assert rows(server) == {"one": "ready", "two": "ready"}
+        assert states(server) == {"one": "ready", "two": "ready"}
         names.fault, names.records = None, ["127.0.0.3"]
-        server.wait_for(lambda: rows(server) == {"two": "ready"}, PATIENCE_S, "forgotten")
+        server.wait_for(lambda: states(server) == {"two": "ready"}, PATIENCE_S, "forgotten")
         assert ask(server, max_tokens=TOKENS) == whole

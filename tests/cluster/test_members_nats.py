@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import shutil
-import socket
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,58 +15,13 @@ from penstock.launch.members.registry import open_members
 from penstock.wire.curve_keys import CurveKeys
 
 from .asking import ask
-from .server import PATIENCE_S, PenstockServer, PenstockWorker, free_port
+from .nats_server import NatsServer, member, nats_program
+from .server import PATIENCE_S, PenstockServer, PenstockWorker
 
-nats = pytest.importorskip("nats", reason="the extra nats is not installed")
-SERVER = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/sbin")
-pytestmark = pytest.mark.skipif(SERVER is None, reason="needs nats-server")
+pytest.importorskip("nats", reason="the extra nats is not installed")
+pytestmark = pytest.mark.skipif(nats_program() is None, reason="needs nats-server")
 
 LIMITS = MembershipConfig(nats_check_s=0.2)
-
-
-class NatsServer:
-    """JetStream with its store in ``folder``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.url = f"nats://127.0.0.1:{self.port}"
-        self._words = [str(SERVER), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(folder / "jetstream")]
-
-    async def __aenter__(self) -> NatsServer:
-        await self.start()
-        connection = await nats.connect(self.url)
-        await connection.jetstream().create_key_value(bucket="workers")
-        await connection.close()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.kill()
-
-    async def start(self) -> None:
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-            self._words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        await until(self._listens)
-
-    def _listens(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-            return True
-        return False
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    async def put(self, key: str, value: str | None) -> None:
-        """None: it is deleted."""
-        connection = await nats.connect(self.url)
-        bucket = await connection.jetstream().key_value("workers")
-        await (bucket.delete(key) if value is None else bucket.put(key, value.encode()))
-        await connection.close()
-
-
-def member(name: str, endpoint: str) -> str:
-    return json.dumps({"name": name, "endpoint": endpoint})
 
 
 class Followed:
@@ -136,7 +86,7 @@ async def test_a_server_that_is_killed_loses_no_member_and_is_followed_again(
             server.kill()
             await until(lambda: found.source.problems() != ())
             assert found.now == {"w0": "tcp://10.0.0.1:9000"}
-            await server.start()
+            server.start()
             await until(lambda: found.source.problems() == ())
             assert found.now == {"w0": "tcp://10.0.0.1:9000"}
             await server.put("w1", member("w1", "tcp://10.0.0.2:9000"))
@@ -148,7 +98,7 @@ async def test_a_bucket_that_does_not_exist_is_waited_for(tmp_path: Path) -> Non
     async with NatsServer(tmp_path) as server, following(f"nats:{server.url}/others") as found:
         await until(lambda: found.source.problems() != ())
         assert found.now is None or found.now == {}
-        connection = await nats.connect(server.url)
+        connection = await server.connect()
         bucket = await connection.jetstream().create_key_value(bucket="others")
         await bucket.put("w0", member("w0", "tcp://10.0.0.1:9000").encode())
         await connection.close()

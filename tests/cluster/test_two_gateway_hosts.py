@@ -36,18 +36,23 @@ _TENANT_TOKENS = re.compile(r'^penstock:tenant_tokens_total\{kind="(\w+)".*\} (\
 
 
 class Hosts:
-    """Two services with a gateway each, and two workers of which both know; keys of one tenant."""
+    """Services with a gateway each, and workers of which all know; keys of one tenant."""
 
-    def __init__(self, stack: ExitStack, folder: Path, *more: str, config: str | None = None) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, *more: str, config: str | None = None, services: int = 2, workers: int = 2
+    ) -> None:
         CurveKeys.ephemeral().save(folder / "keys")
         self.headers = key_file(folder / "api-keys.json", TenantEntry(requests_per_minute=6000))
         keys = ["--keys", str(folder / "keys")]
-        self.workers = [stack.enter_context(PenstockWorker([*keys, "--name", name])) for name in ("w-0", "w-1")]
+        names = [f"w-{number}" for number in range(workers)]
+        self.workers = [stack.enter_context(PenstockWorker([*keys, "--name", name])) for name in names]
         joins = [word for worker in self.workers for word in ("--join", worker.endpoint)]
         flags = [*keys, *joins, "--api-keys", str(folder / "api-keys.json"), "--api-key", "sk-of-the-test", *more]
-        self.servers = [stack.enter_context(PenstockServer(flags, config=config, folder=folder)) for _ in range(2)]
+        self.servers = [
+            stack.enter_context(PenstockServer(flags, config=config, folder=folder)) for _ in range(services)
+        ]
         for server in self.servers:
-            server.wait_for(lambda server=server: len(server.workers()) == 2, PATIENCE_S, "whole")  # type: ignore[misc]
+            server.wait_for(lambda server=server: len(server.workers()) == workers, PATIENCE_S, "whole")  # type: ignore[misc]
             server.wait_all_ready()
 
     def ask(self, number: int, key: str, **fields: Any) -> httpx.Response:
@@ -75,7 +80,7 @@ class Hosts:
         }
 
     def wait_usage(self, **wanted: float) -> list[dict[str, float]]:
-        """Once both hosts have counted this in sum; usage is counted some moments after a response has ended."""
+        """Once all hosts have counted this in sum; usage is counted some moments after a response has ended."""
         found: list[dict[str, float]] = []
 
         def counted() -> bool:

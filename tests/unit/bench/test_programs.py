@@ -1,4 +1,7 @@
-"""Every program of ``bench`` that a page names still runs, at its smallest: figures of so little mean nothing."""
+"""The programs of ``bench`` that pages name still run, at their smallest: figures of so little mean nothing.
+
+Those that take minutes at least are tried by hand (``BY_HAND``), ``bench.faults`` by ``tests/cluster/test_faults.py``.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,13 @@ SERVED = {
 }
 """What starts services."""
 
+BY_HAND = {"simulations", "reality", "rates", "members", "heads"}
+"""``simulations`` takes traces, ``heads`` trains, the others take minutes; ``test_rates.py``, ``test_members_load.py``
+and ``test_ray.py`` of ``tests/cluster`` do what ``rates`` and ``members`` do."""
+
+FOLDERS_BY_HAND = {"gateway", "gpu", "peers", "ray_nodes"}
+"""They need minutes, a GPU, other systems, or a Ray cluster: its scenes are those of ``tests/cluster/test_ray.py``."""
+
 HAS_A_BAR = {"picker"}
 """Exits with 1 when it is missed, which so few requests and a busy machine may do."""
 
@@ -94,7 +104,17 @@ def test_the_benchmark_of_agents_reads_the_recorded_session() -> None:
 
 
 def test_no_program_is_left_out() -> None:
-    """``simulations`` takes traces, ``reality`` and ``rates`` take minutes, ``heads`` trains: tried by hand."""
-    by_hand = {"simulations", "reality", "rates", "heads"}
     programs = {path.stem for path in (ROOT / "bench").glob("*.py")}
-    assert programs == QUICK.keys() | SERVED.keys() | by_hand
+    assert programs == QUICK.keys() | SERVED.keys() | BY_HAND
+    folders = {path.parent.name for path in (ROOT / "bench").glob("*/__main__.py")}
+    assert folders == FOLDERS_BY_HAND | {"faults", "fleet_scale"}
+
+
+@pytest.mark.parametrize("program", ["faults", "fleet_scale", "members", "rates", "ray_nodes"])
+def test_its_help_names_its_parts(program: str) -> None:
+    """What is tried by hand is imported at least, tests and all."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    command = [sys.executable, "-m", f"bench.{program}", "--help"]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "--only" in ended.stdout
