@@ -33,9 +33,9 @@ def test_a_key_at_four_gateways_is_counted_once(tmp_path: Path) -> None:
             completion=TOKENS, prompt=prompt, requests=1, generated=TOKENS, prompts=prompt, replayed=replayed
         )
         assert [each["completion"] for each in found] == [TOKENS, 0, 0, 0]
-        answers = pool.map(lambda number: hosts.ask(number, "k2", max_tokens=900), range(GATEWAYS))
+        answers = pool.map(lambda number: hosts.ask(number, "k2", max_tokens=300), range(GATEWAYS))
         assert len(set(map(text_of, answers))) == 1
-        hosts.wait_usage(completion=TOKENS + 900, prompt=2 * prompt, requests=2, generated=TOKENS + 900)
+        hosts.wait_usage(completion=TOKENS + 300, prompt=2 * prompt, requests=2, generated=TOKENS + 300)
 
 
 @pytest.mark.long
