@@ -85,11 +85,11 @@ class RayFleet:
         """The file; ``nodes``: what is otherwise in a node, ``{}`` for a node as it is.  Without any, both."""
         texts = []
         for name, given in (nodes or {"a": {}, "b": {}}).items():
-            fields = {"gateways": 1, "decode": 1, "more": ""} | given
+            fields = {"address": self.ray.host(name), "gateways": 1, "decode": 1, "more": ""} | given
             fields.setdefault("workers", WORKERS.format(decode=fields.pop("decode")))
             http = f'http_host = "0.0.0.0"\nsettings = {{ api_key = "{KEY}" }}' if fields["gateways"] else ""
             fields["more"] += f"\n{http}"
-            texts.append(NODE.format(name=name, address=self.ray.host(name), **fields))
+            texts.append(NODE.format(name=name, **fields))
         self.file.write_text(FLEET.format(keys=self.keys) + "".join(texts))
 
     def command(self, action: str, *words: str, code: int = 0) -> str:

@@ -43,6 +43,9 @@ FIRST = ("setsid", "--wait", "sh", "-c", WEIGHT, "sh")
 
 REDIS_HOST = "r"
 
+RESOURCES = '{"seat": 1}'
+"""Custom ones of hosts a and b each, which nodes may reserve."""
+
 
 class RayHosts:
     """Hosts a and b, a with the head, and r with a Redis that keeps the state of its GCS.
@@ -145,7 +148,7 @@ class RayHosts:
         if host != "a":
             words = [f"--address={self.address}", *LEAN]
         own = f"--node-ip-address={self.host(host)}"
-        size = ("--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats")
+        size = ("--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats", f"--resources={RESOURCES}")
         place = [f"--temp-dir={self._folder}"] if host == "a" else []
         # A head that is started again looks there, and for raylets in /proc, where it sees those of other hosts here.
         if host == "a":

@@ -306,6 +306,24 @@ def test_a_worker_over_both_nodes_is_placed_as_one_group(
         assert cluster.pids(host, "penstock") == set()
 
 
+def test_a_node_is_placed_where_ray_has_its_address_and_what_it_reserves(cluster: RayHosts, tmp_path: Path) -> None:
+    """Penstock knows the host by another address than Ray does.  Of the host's one seat two cannot be reserved."""
+    fleet = RayFleet(cluster, tmp_path)
+    node = {"address": "127.0.0.1", "more": f'ray = {{ address = "{cluster.host("b")}", resources = {{ seat = 2 }} }}'}
+    fleet.write(b=node)
+    assert "waits for Ray to place its actor" in fleet.command("up", "--timeout", "10", code=1)
+    assert fleet.nodes(code=1)["b"]["state"] == "pending"
+    fleet.command("down")
+    fleet.write(b=node | {"more": node["more"].replace("seat = 2", "seat = 1")})
+    fleet.command("up")
+    try:
+        assert fleet.nodes(code=0)["b"]["ray_address"] == cluster.host("b")
+        assert ready_workers(fleet.b) == {"b-prefill-0", "b-decode-0"}
+        assert len(ask(fleet.b, max_tokens=20)) > 5
+    finally:
+        fleet.command("down")
+
+
 def test_a_picker_knows_the_fleets_gateways(fleet: RayFleet, tmp_path: Path) -> None:
     config = tmp_path / "picker.toml"
     config.write_text(f'[membership]\nray_address = "{fleet.ray.address}"\nray_poll_s = 0.5\n')
