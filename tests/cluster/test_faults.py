@@ -24,7 +24,7 @@ BARS_OF_SPEED = {
     "L6": ("others are slowed",),
     "L7": ("hedges cost too much",),
 }
-"""How the checks are called that a busy machine fails: F2's has a tick to spare, F4's is of a quick machine, which loses
+"""How the checks are called that a busy machine fails: F2's has a tick to spare, F4's is of a quick one, which loses
 more by a slow link, and F14's one of few streams, none of which may have a request at the node that is lost."""
 
 
