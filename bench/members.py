@@ -5,7 +5,7 @@ of two, and then one and two: three gateways and four workers go, one of the gat
 learn of workers as installed, from:
 
 - ``file``: ``--members file:PATH``, looked at each second.
-- ``dns``: ``--members dns:NAME``, SRV records of a name server that is asked every 2 s.  Needs the extra dns.
+- ``dns``: ``--members dns:NAME``, SRV records of a name server that is asked each second.  Needs the extra dns.
 - ``nats``: ``--members nats:URL/BUCKET``.  Needs nats-server and the extra nats.
 - ``ray``: ``--members ray:NAME``, the actors of a fleet on a cluster of two hosts in network namespaces, which are
   asked every 2 s.  Needs the extra ray, redis-server, root and iproute2.
@@ -13,7 +13,7 @@ learn of workers as installed, from:
 Bars: no request fails, no answer differs from that of one process, nothing that stays is started anew, and the last of
 four gateways uses the last of four new workers at most 3 s after the members have changed.
 
-    python -m bench.members                                   # eight minutes
+    python -m bench.members                                   # twelve minutes
     python -m bench.members --only file,dns --rounds 1
     python -m bench.members --json rows.json --plot docs/members.svg
 
