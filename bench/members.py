@@ -5,7 +5,7 @@ of two, and then one and two: three gateways and four workers go, one of the gat
 learn of workers as installed, from:
 
 - ``file``: ``--members file:PATH``, looked at each second.
-- ``dns``: ``--members dns:NAME``, SRV records of a name server that is asked each second.  Needs the extra dns.
+- ``dns``: ``--members dns:NAME``, SRV records of a name server that is asked every 2 s.  Needs the extra dns.
 - ``nats``: ``--members nats:URL/BUCKET``.  Needs nats-server and the extra nats.
 - ``ray``: ``--members ray:NAME``, the actors of a fleet on a cluster of two hosts in network namespaces, which are
   asked every 2 s.  Needs the extra ray, redis-server, root and iproute2.

@@ -136,7 +136,7 @@ class MembershipConfig(Config, frozen=True, kw_only=True):
     max_members: Positive = 4096  # a file with more is not used; of what DNS answers, the others are left out
     max_members_bytes: Positive = 4 << 20  # of a members file
     file_poll_s: Seconds = 1.0  # between two looks at a members file
-    dns_poll_s: Seconds = 1.0  # between two look-ups of a name
+    dns_poll_s: Seconds = 2.0  # between two look-ups of a name
     dns_timeout_s: Seconds = 5.0  # after which a name without an answer is reported
     dns_empty_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # for which addresses stay after "no such name"
     name_server: str = ""  # ADDRESS:PORT that SRV records are asked of; empty: those of /etc/resolv.conf
