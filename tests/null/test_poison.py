@@ -108,7 +108,7 @@ async def test_crashes_of_workers_on_other_hosts_count_too(caplog: pytest.LogCap
 async def test_every_gateway_refuses_it_also_one_that_comes_later() -> None:
     async with Sick("both-0", "both-1", "both-2", "both-3") as town:
         town.poison = (town.ask("bad", max_tokens=30),)
-        early, other = town.add_gateway("early", "both-3"), town.add_gateway("other", "both-2")
+        early, other = town.add_gateway("early", "both-3"), town.add_gateway("other", "both-3")
         await town.until(lambda: town.poison[0].over)
         late = town.add_gateway("late", "both-3")
         for gateway in (early, other, late):
