@@ -24,7 +24,6 @@ measured.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.faults.result import NotHereError
-from bench.scenes import Row, add_options, draw_bars, print_head, rows_to_plot, save, selected
+from bench.scenes import Row, add_options, plot_seconds, print_head, rows_to_plot, save, selected
 
 from cluster.keyed_load import Identical, undisturbed
 from cluster.member_sources import AS_INSTALLED, SOURCES
@@ -87,18 +86,6 @@ def _most(scene: str, what: str, seconds: Sequence[float], bar: float | None) ->
     return Row(scene, what, max(seconds), "s", bar, f"rounds {', '.join(f'{each:.2f}' for each in seconds)}")
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """All figures in seconds."""
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    from matplotlib import pyplot
-
-    shown = [row for row in rows if row.unit == "s"]
-    figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.3 * len(shown)), layout="constrained")
-    draw_bars(axes, shown)
-    axes.set(xlabel="seconds; black: the bar")
-    figure.savefig(path)
-
-
 def measure(names: Sequence[str], options: argparse.Namespace) -> Iterator[list[Row]]:
     """Run the scenes, and print their rows; those of each source when it is done."""
     with PenstockServer(["--aggregated"]) as server:
@@ -127,7 +114,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8, help="streams at a time (default: 8)")
     options = parser.parse_args()
     if (known := rows_to_plot(parser, options)) is not None:
-        plot(known, options.plot)
+        plot_seconds(known, options.plot)
         return 0
     names = selected(parser, options.only, SCENES)
     print_head()
@@ -137,7 +124,7 @@ def main() -> int:
         rows += more
         shown = save(options.json, more, SCENES) if options.json else rows
     if options.plot and shown:
-        plot(shown, options.plot)
+        plot_seconds(shown, options.plot)
     return 0 if rows and all(row.met for row in rows) else 1
 
 

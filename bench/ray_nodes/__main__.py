@@ -23,14 +23,12 @@ that of one process.  Exits with 1 when a bar is missed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from bench.ray_nodes import scenes
 from bench.ray_nodes.rig import Rig
-from bench.scenes import Row, add_options, draw_bars, print_head, rows_to_plot, save, selected
+from bench.scenes import Row, add_options, plot_seconds, print_head, rows_to_plot, save, selected
 
 SCENES: dict[str, Callable[[Rig, argparse.Namespace], Iterator[Row]]] = {
     "up": scenes.up,
@@ -40,18 +38,6 @@ SCENES: dict[str, Callable[[Rig, argparse.Namespace], Iterator[Row]]] = {
     "redis": scenes.redis,
     "head": scenes.head,
 }
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """All figures in seconds, each with its bar."""
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    from matplotlib import pyplot
-
-    shown = [row for row in rows if row.unit == "s"]
-    figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.3 * len(shown)), layout="constrained")
-    draw_bars(axes, shown)
-    axes.set(xlabel="seconds; black: the bar")
-    figure.savefig(path)
 
 
 def main() -> int:
@@ -65,7 +51,7 @@ def main() -> int:
     parser.add_argument("--away-s", type=float, default=120.0, help="of gcs, redis and head (default: 120)")
     options = parser.parse_args()
     if (known := rows_to_plot(parser, options)) is not None:
-        plot(known, options.plot)
+        plot_seconds(known, options.plot)
         return 0
     names = selected(parser, options.only, SCENES)
     if sys.dont_write_bytecode:
@@ -81,7 +67,7 @@ def main() -> int:
                 save(options.json, rows, SCENES)
         rig.down()
     if options.plot:
-        plot(save(options.json, rows, SCENES) if options.json else rows, options.plot)
+        plot_seconds(save(options.json, rows, SCENES) if options.json else rows, options.plot)
     return 0 if all(row.met for row in rows) else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,3 +95,15 @@ def draw_bars(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(rows)), [f"{row.scene}: {row.what}" for row in rows[::-1]], fontsize=8)
     axes.grid(axis="x", alpha=0.3)
     axes.margins(x=0.08, y=0.02)
+
+
+def plot_seconds(rows: Sequence[Row], path: Path) -> None:
+    """Draw those that are seconds, each with its bar; needs matplotlib."""
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row.unit == "s"]
+    figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.3 * len(shown)), layout="constrained")
+    draw_bars(axes, shown)
+    axes.set(xlabel="seconds; black: the bar")
+    figure.savefig(path)

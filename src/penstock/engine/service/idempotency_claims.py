@@ -109,10 +109,9 @@ class IdempotencyClaims:
             return _state(message, IdempotencyKeyStatus.NEW)
         if claim.mark != message.mark:
             return _state(message, IdempotencyKeyStatus.REUSED)
-        counts = claim.counted_by if claim.counted_by not in (None, gateway) else None
-        status = IdempotencyKeyStatus.KNOWN
-        if counts is not None and is_connected(counts):
-            status = IdempotencyKeyStatus.RUNNING
+        counts = claim.counted_by
+        elsewhere = counts is not None and counts != gateway and is_connected(counts)
+        status = IdempotencyKeyStatus.RUNNING if elsewhere else IdempotencyKeyStatus.KNOWN
         state = _state(message, status, claim.sent)
         claim.set_running(gateway, message.running, now)
         if message.withdrawn and claim.first == gateway and not claim.sent and not claim.computed_by:
