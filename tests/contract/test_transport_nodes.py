@@ -20,9 +20,9 @@ from transport_place import PATIENCE_S, Place, note
 from node_folder import NodeFolder
 from penstock.types import Duty, ModelIdentity, RequestId, WorkerId
 from penstock.wire import curve_sockets, node_keys, zeromq
-from penstock.wire.codec import PeerMessage
+from penstock.wire.codec import PeerMessage, encode_message
 from penstock.wire.curve_keys import CurveKeys
-from penstock.wire.gateway_messages import AssignRole, Hello, Tokens
+from penstock.wire.gateway_messages import AssignRole, ConfirmRequests, Hello, Tokens
 from penstock.wire.node_keys import NodeKeys
 from penstock.wire.peer_rights import PeerRefusal
 from penstock.wire.transfer_messages import PagesReceived, PullPages
@@ -245,7 +245,8 @@ def test_a_listener_that_takes_many_keys_counts_its_connections_anew(
         ends.hears(links[-1], MESSAGES["hello"])
 
 
-def test_a_revoked_node_is_ignored_from_its_next_message_on_and_is_told_nothing(folder: NodeFolder) -> None:
+def test_a_revoked_nodes_connection_ends_and_there_is_no_other(folder: NodeFolder) -> None:
+    """What it says meanwhile is ignored, and it is told nothing."""
     with running(folder) as ends:
         link = ends.link(folder.keys("g"))
         peer = ends.hears(link, MESSAGES["hello"])
@@ -254,11 +255,24 @@ def test_a_revoked_node_is_ignored_from_its_next_message_on_and_is_told_nothing(
         folder.run("revoke", "g")
         folder.deliver_registry("w", "o")  # who has stolen a key does not take this one
         ends.until(lambda: ends.listener.recv() is None and not ends.listener.send(peer, note(1)), link)
-        assert ends.refuses(link, MESSAGES["hello"]) == PeerRefusal("revoked", "g", "Hello")
-        ends.hears(other, MESSAGES["hello as o"])
-        assert ends.link(folder.keys("g")).send(MESSAGES["hello"])
         refused = PeerRefusal("revoked", "g", address="127.0.0.1")
         ends.until(lambda: ends.listener.recv() is None and refused in ends.refusals, link)
+        link.send(MESSAGES["hello"])
+        ends.hears(other, MESSAGES["hello as o"])
+        ends.refusals.clear()
+        assert ends.link(folder.keys("g")).send(MESSAGES["hello"])
+        ends.until(lambda: ends.listener.recv() is None and refused in ends.refusals, link)
+
+
+def test_what_a_node_may_not_say_is_not_decoded(folder: NodeFolder) -> None:
+    with running(folder) as ends:
+        link = ends.link(folder.keys("v"))
+        ends.hears(link, MESSAGES["pull"])
+        frame = encode_message(ConfirmRequests(requests=()))[:-1] + b"\xc1"  # MessagePack has no such byte
+        assert link.send_frame(frame)  # type: ignore[attr-defined]
+        ends.until(lambda: ends.listener.recv() is None and ends.refusals, link)
+        assert ends.refusals == [PeerRefusal("no_right", "v", "ConfirmRequests")]
+        assert not ends.listener.counters.malformed
 
 
 def test_a_revoked_workers_link_takes_and_gives_nothing(folder: NodeFolder) -> None:

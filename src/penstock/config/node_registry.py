@@ -109,6 +109,11 @@ class NodeRegistry:
         return None
 
     @cached_property
+    def accepted_names(self) -> frozenset[str]:
+        """Of the nodes that are not revoked."""
+        return frozenset(node.name for node in self.file.nodes if not node.revoked)
+
+    @cached_property
     def worker_keys(self) -> tuple[bytes, ...]:
         """Public keys of all nodes that may have workers."""
         return tuple(key for node in self.file.nodes for key in self.keys_of(node.name, NodeRight.WORKER))

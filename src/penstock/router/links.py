@@ -17,7 +17,7 @@ import msgspec
 from penstock.config.limits import TurnLimits
 from penstock.types import WorkerId
 from penstock.wire.codec import PeerMessage
-from penstock.wire.gateway_messages import AwaitedStage, Cancel, Hello, Tokens
+from penstock.wire.gateway_messages import MAX_NAMED_REQUESTS, AwaitedStage, Cancel, Hello, Tokens
 from penstock.wire.transport import AsyncLink
 
 
@@ -109,9 +109,13 @@ class WorkerLink:
             self._unsent.append(cancel)
 
     def send_heartbeat(self, hello: Hello, awaited: Sequence[AwaitedStage] = (), *, kv_snapshot: bool = False) -> None:
-        """Greet, ask about the legs that are awaited (and the whole cache), and send what could not leave before."""
+        """Greet, ask about the legs that are awaited (and the whole cache), and send what could not leave before.
+
+        Of very many legs the first: the others are awaited again.
+        """
+        named = tuple(awaited[:MAX_NAMED_REQUESTS])
         self._link.send(
-            msgspec.structs.replace(hello, connection=self._connection, awaited=tuple(awaited), kv_snapshot=kv_snapshot)
+            msgspec.structs.replace(hello, connection=self._connection, awaited=named, kv_snapshot=kv_snapshot)
         )
         self.flush()
 

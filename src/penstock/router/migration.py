@@ -156,7 +156,7 @@ class MigrationHandler:
                 continue
             stream = self._streams.get(request)
             if stream is None or stream.routed.epoch != epoch or not stream.routed.runs_on(worker, incarnation):
-                link.cancel(Cancel(request=request, epoch=epoch))
+                link.send(Cancel(request=request, epoch=epoch))  # not kept if it cannot leave: the worker asks again
 
     def _migrate_all(self, message: MigrateRequests, worker: WorkerId, incarnation: int) -> Iterator[None]:
         """Find other workers for requests that this one decodes.

@@ -67,7 +67,6 @@ from penstock.types import (
     ValidRequest,
     WorkerId,
 )
-from penstock.wire.codec import MAX_FRAME_BYTES
 from penstock.wire.gateway_messages import PageSource, ReturnReason, TokenItem
 
 
@@ -110,8 +109,8 @@ def context_exceeded(request: ValidRequest, longest: float, *, started: bool) ->
 def message_too_large() -> PenstockError:
     """A message of this request exceeds the largest frame."""
     return RequestError(
-        f"This request, or a step of its answer, does not fit into a message of {MAX_FRAME_BYTES} bytes between "
-        "processes. Ask for fewer log-probabilities, or send a shorter prompt.",
+        "This request, or a step of its answer, does not fit into one message between processes. Ask for fewer "
+        "log-probabilities, or send a shorter prompt.",
         code="message_too_large",
     )
 

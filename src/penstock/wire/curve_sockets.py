@@ -20,6 +20,7 @@ from zmq.utils import z85
 
 from penstock.config.base import host_and_port
 from penstock.errors import ConfigError
+from penstock.wire.codec import message_kind
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.node_keys import HostKeys, NodeKeys
 from penstock.wire.peer_rights import (
@@ -27,6 +28,7 @@ from penstock.wire.peer_rights import (
     PeerRefusal,
     RefusalHandler,
     connection_refusal,
+    kind_refusal,
     request_refusal,
 )
 from penstock.wire.transport import Received, WireCounters
@@ -91,6 +93,7 @@ class SecureListener:
         self._keys = keys
         self._listening: socket.socket | None = None
         self._used = b""
+        self._accepted = frozenset[str]()  # names of nodes that may have connected
         if isinstance(keys, NodeKeys) and endpoint.startswith("tcp://"):
             self._listening = _listen(endpoint, backlog)
         self._endpoint = endpoint
@@ -104,8 +107,14 @@ class SecureListener:
             raise
 
     def update(self) -> None:
-        """Bind anew if the own key has changed.  Raises zmq.ZMQError or ConfigError; the next update tries again."""
-        if isinstance(self._keys, NodeKeys) and self._keys.public != self._used and self._listening is not None:
+        """Bind anew, which ends all connections, if the own key has changed or a node was revoked: its connection could
+        fill this process' memory with a message that never ends.  Others connect again at once.
+
+        Raises zmq.ZMQError or ConfigError; the next update tries again.
+        """
+        if not isinstance(self._keys, NodeKeys) or self._listening is None:
+            return
+        if self._keys.public != self._used or self._accepted - self._keys.registry.accepted_names:
             descriptor = self._another_descriptor()
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
@@ -125,6 +134,8 @@ class SecureListener:
 
     def _bind(self, descriptor: int | None) -> None:
         public, secret = _own_pair(self._keys, listens=True)
+        if isinstance(self._keys, NodeKeys):
+            self._accepted = self._keys.registry.accepted_names
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         if descriptor is not None:
@@ -309,15 +320,24 @@ class ListenerSecurity:
             return zmq_socket.recv(_NOBLOCK)
         return self._senders.receive(zmq_socket, peer)
 
+    def refuses_unread(self, peer: bytes, header: bytes, counters: WireCounters) -> bool:
+        """Whether its sender may not say any such thing, so that it is not even decoded."""
+        if self._nodes is None:
+            return False
+        refusal = kind_refusal(message_kind(header), self._senders.of(peer), self._nodes)
+        return refusal is not None and self._refuse(refusal, counters)
+
     def allows(self, received: Received, counters: WireCounters) -> bool:
         """Whether its sender may say this."""
         if self._nodes is None:
             return True
         refusal = request_refusal(received.message, self._senders.of(received.peer), self._nodes)
-        if refusal is not None:
-            counters.refused += 1
-            self._on_refused(refusal)
-        return refusal is None
+        return refusal is None or not self._refuse(refusal, counters)
+
+    def _refuse(self, refusal: PeerRefusal, counters: WireCounters) -> bool:
+        counters.refused += 1
+        self._on_refused(refusal)
+        return True
 
     def may_hear(self, peer: bytes) -> bool:
         """Whether something may be sent to this peer: its node may have been revoked."""

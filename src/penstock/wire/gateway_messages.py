@@ -32,8 +32,9 @@ If anything fails before the last message, D goes on, or the request is submitte
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -66,6 +67,14 @@ from penstock.types import (
     WorkerState,
     read_token_ids,
 )
+
+_T = TypeVar("_T")
+
+
+def in_parts(items: Sequence[_T], most: int) -> Iterator[tuple[_T, ...]]:
+    """The items in order, for as many messages as it takes if each has ``most`` at most."""
+    for start in range(0, len(items), most):
+        yield tuple(items[start : start + most])
 
 
 class WireMessage(
@@ -101,7 +110,25 @@ CHECKSUM_BYTES = 16
 MAX_COUNTERS = 1024
 MAX_RANKS = 1024
 MAX_REASON_CHARS = 4096
-MAX_POOLED_BYTES = 1 << 24
+MAX_POOLED_BYTES = 1 << 20
+
+MAX_NAMED_REQUESTS = 4096
+"""Requests that one ``Hello``, ``MigrateRequests`` or ``ConfirmRequests`` names."""
+
+MAX_TOKEN_ITEMS = 4096
+"""Items in one ``Tokens``."""
+
+MAX_ITEM_TOKENS = 1 << 16
+"""Tokens in one item, and log-probabilities."""
+
+MAX_CACHE_CHANGES = 4096
+"""``KvEvents`` in one ``WorkerReport``."""
+
+MAX_ITEM_PHASES = 1024
+MAX_EMITTED_TOKENS = 1 << 22
+MAX_PROMPT_BLOCKS = 1 << 19
+MAX_PLACED_IMAGES = 4096
+MAX_ENCODERS = 1024
 
 RATE_NAME_BYTES = 16
 MAX_RATE_DEMANDS = 128
@@ -150,6 +177,10 @@ CounterValues = Annotated[
     dict[Name, Annotated[float, msgspec.Meta(ge=0, le=1e18)]], msgspec.Meta(max_length=MAX_COUNTERS)
 ]
 Pooled = Annotated[bytes, msgspec.Meta(max_length=MAX_POOLED_BYTES)]
+NamedRequests = Annotated[tuple[tuple[AnyRequest, Count], ...], msgspec.Meta(max_length=MAX_NAMED_REQUESTS)]
+"""Each with its epoch."""
+
+ItemLogprobs = Annotated[tuple[TokenLogprob, ...], msgspec.Meta(max_length=MAX_ITEM_TOKENS)]
 
 
 MAX_EXPECTED_TOKENS = 1 << 31
@@ -192,7 +223,7 @@ class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
     gateway: Name
     incarnation: Incarnation
     connection: Count = 0  # grows with each connection that this gateway makes: the latest is the one to answer
-    awaited: tuple[AwaitedStage, ...] = ()
+    awaited: Annotated[tuple[AwaitedStage, ...], msgspec.Meta(max_length=MAX_NAMED_REQUESTS)] = ()
     kv_snapshot: bool = False  # tell me all that your prefix cache has: I am new, or have missed some of your KvEvents
     discovery: bool = False  # only asks who listens here: answered by one Report, and no gateway is remembered for it
     host: Annotated[str, msgspec.Meta(max_length=64)] = (
@@ -215,9 +246,9 @@ class Submit(WireMessage, frozen=True, kw_only=True, tag="submit", rename={"stag
     prompt: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES)]  # ``types.TokenIds``, little-endian
     sampling: SamplingParams
     age_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AGE_S)] = 0.0  # since it came to its gateway: its place in line
-    emitted: tuple[int, ...] = ()
+    emitted: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_EMITTED_TOKENS)] = ()
     root: AnyHash  # parent of the first block, for hashing what is not hashed yet
-    block_hashes: tuple[AnyHash, ...] = ()  # of the prompt's full pages
+    block_hashes: Annotated[tuple[AnyHash, ...], msgspec.Meta(max_length=MAX_PROMPT_BLOCKS)] = ()  # of its full pages
     qos: Qos = DEFAULT_QOS
     open_ended: bool = False  # no length was given: it may begin where it cannot end, and migrates in time
     expected_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0  # more, of one that is open-ended
@@ -225,9 +256,9 @@ class Submit(WireMessage, frozen=True, kw_only=True, tag="submit", rename={"stag
     pages_from: PageSource | None = None  # with stage=decode
     mixed: bool = False  # prompt and answer are computed in two numerics classes
     joins: bool = False  # stage=decode: ``pages_from`` goes on writing this very answer while its pages are fetched
-    images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
-    media: tuple[MediaInput, ...] = ()  # one an image, where the prompt is read
-    encoders: tuple[PageSource, ...] = ()  # workers that encode images for the prefill worker
+    images: Annotated[tuple[PlacedImage, ...], msgspec.Meta(max_length=MAX_PLACED_IMAGES)] = ()  # from left to right
+    media: Annotated[tuple[MediaInput, ...], msgspec.Meta(max_length=MAX_PLACED_IMAGES)] = ()  # where it is read
+    encoders: Annotated[tuple[PageSource, ...], msgspec.Meta(max_length=MAX_ENCODERS)] = ()  # for the prefill worker
     pooling: PoolingParams | None = None  # stage=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
     serial: Count = (
         0  # grows with each Submit of a gateway: ``WorkerReport.acked`` says which of them are counted in it
@@ -356,16 +387,16 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     request: AnyRequest
     epoch: Count
     index: Count
-    tokens: tuple[TokenId, ...]
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # those that follow on ``prompt_start``
+    tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_ITEM_TOKENS)]
+    logprobs: ItemLogprobs | None = None
+    prompt_logprobs: ItemLogprobs | None = None  # those that follow on ``prompt_start``
     prompt_start: Count = 0  # how many earlier items of this stage have brought
     prompt_more: bool = False  # more of them follow; such an item has no tokens
     finish: FinishReason | None = None
     cached_tokens: Count = 0  # prompt tokens that were not computed for this leg
     queued_s: Seconds = 0.0  # with a leg's first tokens: from its arrival to its first computed token
     pooled: Pooled | None = None  # see ``types.TokenBatch``; the one token that comes with it means nothing
-    phases: tuple[PhaseTiming, ...] = ()  # of a leg that is traced: what has ended since its last item
+    phases: Annotated[tuple[PhaseTiming, ...], msgspec.Meta(max_length=MAX_ITEM_PHASES)] = ()  # that have ended since
 
 
 class Tokens(WireMessage, frozen=True, kw_only=True, tag="tokens"):
@@ -373,7 +404,7 @@ class Tokens(WireMessage, frozen=True, kw_only=True, tag="tokens"):
 
     worker: AnyWorker
     incarnation: Incarnation
-    items: tuple[TokenItem, ...]
+    items: Annotated[tuple[TokenItem, ...], msgspec.Meta(max_length=MAX_TOKEN_ITEMS)]
 
 
 class ReturnReason(StrEnum):
@@ -507,6 +538,9 @@ class KvEvents(WireMessage, frozen=True, kw_only=True, tag="kv_events"):
     parts: Count = 0
 
 
+CacheChanges = Annotated[tuple[KvEvents, ...], msgspec.Meta(max_length=MAX_CACHE_CHANGES)]
+
+
 class RateTotals(WireMessage, frozen=True, kw_only=True, tag="rate_totals"):
     """The answer to ``RateDemands``: the demand of all hosts that send theirs to this worker."""
 
@@ -620,7 +654,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     rates: StepRates = StepRates()
     measured: Count = 0  # steps that the rates were learned from; before the first they are only a guess
     kv_sequence: Count = 0  # of the last KvEvents
-    cached: tuple[KvEvents, ...] = ()  # what has changed in its prefix cache since the report before
+    cached: CacheChanges = ()  # what has changed in its prefix cache since the report before
     hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
     acked: Count = 0  # the latest ``Submit.serial`` of the receiving gateway
     gateways: Count = 1  # that give this worker work
@@ -653,7 +687,7 @@ class MigrateRequests(WireMessage, frozen=True, kw_only=True, tag="relieve"):
     Repeated while no worker has taken them over.
     """
 
-    requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch
+    requests: NamedRequests
 
 
 class ConfirmRequests(WireMessage, frozen=True, kw_only=True, tag="still_wanted"):
@@ -662,4 +696,4 @@ class ConfirmRequests(WireMessage, frozen=True, kw_only=True, tag="still_wanted"
     A Cancel can be lost, with or without its connection; a request has no lease before the first pull for its pages.
     """
 
-    requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch
+    requests: NamedRequests

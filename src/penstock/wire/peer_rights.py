@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, get_args
 
 from penstock.config.node_registry import NodeEntry, NodeRight
 from penstock.telemetry.metrics import PEER_REFUSAL_REASONS
@@ -57,6 +57,8 @@ NEEDED: dict[type[PeerMessage], tuple[NodeRight, ...]] = {
 }
 """Messages to a worker, and the rights of which its sender needs one.  Others are for no worker."""
 
+_KINDS = {kind.__struct_config__.tag: kind for kind in get_args(PeerMessage)}
+
 
 @dataclass(frozen=True, slots=True)
 class PeerRefusal:
@@ -99,6 +101,19 @@ class RefusalLog:
                 log.warning("refused %s%s: %s", what, whose, refusal.reason.replace("_", " "))
         if self._next is not None:
             self._next(refusal)
+
+
+def kind_refusal(tag: str, public: bytes, keys: NodeKeys) -> PeerRefusal | None:
+    """Why a worker of this node need not decode a message of this tag from the holder of this key; None: it must.
+
+    What has another tag, or none, is decoded to the tag.
+    """
+    kind, node = _KINDS.get(tag), keys.sender(public)
+    if node is None:
+        return _no_sender(public, keys, "message" if kind is None else kind.__name__)
+    if kind is None or kind is Hello or any(node.may(right) for right in NEEDED.get(kind, ())):
+        return None
+    return PeerRefusal(NO_RIGHT, node.name, kind.__name__)
 
 
 def request_refusal(message: PeerMessage, public: bytes, keys: NodeKeys) -> PeerRefusal | None:

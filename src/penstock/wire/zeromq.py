@@ -71,6 +71,9 @@ CONNECTIONS_WAITING = 1024
 MALFORMED_PER_TURN = 64
 """Frames dropped in one ``recv`` before the loop gets its turn again."""
 
+DROPPING_S = 0.005
+"""And the seconds: a large one takes long to decode."""
+
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7)
@@ -367,6 +370,7 @@ class _ZmqListener:
         return self.socket.closed
 
     def recv(self) -> Received | None:
+        begun = time.monotonic()
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
             if not readable(self.socket):
                 self._security.serve(self.counters)
@@ -376,6 +380,9 @@ class _ZmqListener:
                 return None
             peer = self.socket.recv(_NOBLOCK)
             header = self._security.receive(self.socket, peer)
+            if self._security.refuses_unread(peer, header, self.counters):
+                _drop_rest(self.socket)
+                continue
             received = _received(self.socket, peer, header, self.counters)
             if received is not None:
                 if self._security.allows(received, self.counters):
@@ -383,6 +390,8 @@ class _ZmqListener:
                 continue
             if header and header[0] != PROTOCOL_VERSION:
                 self._refuse_version(peer, header)
+            if time.monotonic() - begun > DROPPING_S:
+                break
         return None
 
     def on_keys_changed(self) -> None:
@@ -609,6 +618,12 @@ def _number(socket: zmq.Socket[bytes], option: int) -> int:
     value = socket.getsockopt(option)
     assert isinstance(value, int)
     return value
+
+
+def _drop_rest(socket: zmq.Socket[bytes]) -> None:
+    """The parts of a message that follow the one that was received."""
+    while _number(socket, _RCVMORE):
+        socket.recv(_NOBLOCK, copy=False)
 
 
 def _received(socket: zmq.Socket[bytes], peer: bytes, header: bytes, counters: WireCounters) -> Received | None:

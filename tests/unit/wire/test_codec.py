@@ -22,9 +22,17 @@ from penstock.wire.codec import (
     decode_message,
     decode_peer,
     encode_message,
+    message_kind,
     version_probe,
 )
-from penstock.wire.gateway_messages import Cancel, WireMessage
+from penstock.wire.gateway_messages import (
+    MAX_NAMED_REQUESTS,
+    Cancel,
+    ConfirmRequests,
+    Submit,
+    WireMessage,
+    in_parts,
+)
 from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage
 
 PEER = get_args(PeerMessage)
@@ -180,6 +188,32 @@ def test_sizes_are_capped_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     check_payload(memoryview(bytes(10)))
     with pytest.raises(ProtocolError, match="at most 10"):
         check_payload(memoryview(bytes(11)))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_frame_begins_with_its_kind(message: WireMessage) -> None:
+    assert message_kind(encode_message(message)) == type(message).__struct_config__.tag
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x04", b"\x04\x81\xa1t", b"\x04\x81\xa1t\x01", b"\x04\x81\xa1e\xa1t"])
+def test_a_frame_that_does_not_has_none(frame: bytes) -> None:
+    assert message_kind(frame) == ""
+
+
+def test_long_lists_come_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a limit, and what is no list of bytes has a smaller frame, or one would take seconds and a gigabyte."""
+    many = (("r", 1),) * (MAX_NAMED_REQUESTS + 1)
+    with pytest.raises(ProtocolError, match="length <= 4096"):
+        decode_peer(encode_message(ConfirmRequests(requests=many)))
+    parts = [ConfirmRequests(requests=part) for part in in_parts(many, MAX_NAMED_REQUESTS)]
+    assert [len(decode_peer(encode_message(part)).requests) for part in parts] == [MAX_NAMED_REQUESTS, 1]
+    listed = encode_message(parts[0])
+    large = next(message for message in MESSAGES if isinstance(message, Submit))
+    monkeypatch.setattr(codec, "MAX_LIST_FRAME_BYTES", 100)
+    for use in (lambda: encode_message(parts[0]), lambda: decode_peer(listed)):
+        with pytest.raises(ProtocolError, match="at most 100"):
+            use()
+    assert decode_peer(encode_message(large)) == large
 
 
 @pytest.mark.parametrize("bad", [Cancel(request="r", epoch=1 << 64), Cancel(request="\ud800", epoch=1)])

@@ -20,6 +20,9 @@ from penstock.engine.core.plan import NewTokens
 from penstock.engine.service.idempotency_claims import GatewayProcess
 from penstock.types import PAGE_TOKENS, RequestId, RequestStage, SamplingParams, read_token_ids
 from penstock.wire.gateway_messages import (
+    MAX_ITEM_PHASES,
+    MAX_NAMED_REQUESTS,
+    MAX_TOKEN_ITEMS,
     ConfirmRequests,
     Hello,
     PageSource,
@@ -27,6 +30,7 @@ from penstock.wire.gateway_messages import (
     RequestReturned,
     Submit,
     TokenItem,
+    in_parts,
 )
 
 CONFIRM_INTERVAL_S = 5.0
@@ -70,7 +74,7 @@ class GatewayRequest:
 
     def end_phase(self, name: str, begin: float, now: float, **facts: float) -> None:
         """A phase of this leg is over, if somebody records it."""
-        if self.phases is not None:
+        if self.phases is not None and len(self.phases) < MAX_ITEM_PHASES:
             self.phases.append(PhaseTiming(name, begin - self.arrived_at, now - begin, facts))
 
     def take_phases(self) -> tuple[PhaseTiming, ...]:
@@ -263,7 +267,11 @@ class GatewayRequests:
             if now - ask.confirmed_at >= CONFIRM_INTERVAL_S and not ask.gateway.away:
                 ask.confirmed_at = now
                 asked.setdefault(ask.gateway.name, (ask.gateway, []))[1].append((ask.request, ask.epoch))
-        return [(gateway, ConfirmRequests(requests=tuple(requests))) for gateway, requests in asked.values()]
+        return [
+            (gateway, ConfirmRequests(requests=part))
+            for gateway, requests in asked.values()
+            for part in in_parts(requests, MAX_NAMED_REQUESTS)
+        ]
 
     def gateways(self) -> tuple[ConnectedGateway, ...]:
         """The gateways that are connected now.  The same object until one comes or goes."""
@@ -339,8 +347,10 @@ class TokenBatches:
         self._batches.setdefault(id(gateway), (gateway, []))[1].append(item)
 
     def all(self) -> list[tuple[ConnectedGateway, tuple[TokenItem, ...]]]:
-        """Every gateway with its items, in order."""
-        return [(gateway, tuple(items)) for gateway, items in self._batches.values()]
+        """Every gateway with its items, in order, in as many parts as messages take."""
+        return [
+            (gateway, part) for gateway, items in self._batches.values() for part in in_parts(items, MAX_TOKEN_ITEMS)
+        ]
 
 
 def token_item(progress: NewTokens, ask: GatewayRequest, now: float) -> TokenItem:

@@ -28,7 +28,7 @@ from penstock.engine.service.kv_transfer import KvTransfer
 from penstock.kv.transfer.events import TAKEN, PageOffer, PullGranted, TransferReleased
 from penstock.kv_spec import TransferOrder, blocks_for
 from penstock.types import RequestId, RequestStage, TokenLogprob
-from penstock.wire.gateway_messages import MigrateRequests, TokenItem
+from penstock.wire.gateway_messages import MAX_NAMED_REQUESTS, MigrateRequests, TokenItem, in_parts
 
 ASK_INTERVAL_S = 0.5
 """Between two messages to a gateway about a response that no receiver has asked for."""
@@ -108,7 +108,11 @@ class Migrations:
             if move is not None and move.pieces is None and move.asked <= now:
                 move.asked = now + ASK_INTERVAL_S
                 asked.setdefault(id(ask.gateway), (ask.gateway, []))[1].append((ask.request, ask.epoch))
-        return [(gateway, MigrateRequests(requests=tuple(requests))) for gateway, requests in asked.values()]
+        return [
+            (gateway, MigrateRequests(requests=part))
+            for gateway, requests in asked.values()
+            for part in in_parts(requests, MAX_NAMED_REQUESTS)
+        ]
 
     def _outgrows(self, request: Request | None) -> bool:
         """Whether a worker with a longer context should continue it."""

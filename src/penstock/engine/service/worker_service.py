@@ -486,7 +486,9 @@ class WorkerService:
         for gateway, awaited in self._awaited:
             ask, here = self._requests.get(awaited.request), self._scheduler.get_request(awaited.request)
             if ask is None or ask.epoch < awaited.epoch:
-                self._send_return(gateway, _given_back(awaited.request, awaited.epoch, ReturnReason.UNKNOWN))
+                # Not kept if it cannot leave: the gateway asks again, and may name any number.
+                unknown = _given_back(awaited.request, awaited.epoch, ReturnReason.UNKNOWN)
+                self._listener.send(gateway.peer, unknown)
             elif (
                 ask.epoch == awaited.epoch
                 and (here is None or here.epoch != ask.epoch)
