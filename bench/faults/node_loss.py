@@ -39,6 +39,9 @@ NO_BLOW = "no blow"
 BARS_S = {"killed": 1.5, "stopped": 5.0, "cut off": 10.0, NO_BLOW: None}
 """The p99 of the longest wait for a token after the blow."""
 
+RETURN_S = 10.0
+"""From the start of a node that was killed until the gateways of both nodes have all workers."""
+
 WAYS = {"all clients at the gateway that is left": (0,), "half of the clients at each gateway": (0, 1)}
 KEY = "bench"
 HTTP_PORT, FIRST_PORT = 8000, 9000
@@ -153,6 +156,8 @@ def _judged(losses: dict[tuple[str, str], Losses], left: list[str]) -> Result:
             f"{where}: nothing was hit": one.open > 0 and one.at_lost > 0,
             f"{where}: nothing was hit by the return": kind == NO_BLOW or one.at_return > 0,
             f"{where}: stall p99 {p99:.2f} s": bar is None or p99 <= bar,
+            f"{where}: whole again after {max(one.returns, default=0.0):.1f} s": kind != "killed"
+            or max(one.returns) <= RETURN_S,
         }
         figures[where] = f"{one.open} streams, {one.at_lost} requests there, {one.differ} differ, {len(one.lost)} lost"
         groups = (one.stalls, one.stalls_stayed, one.stalls_resumed)
