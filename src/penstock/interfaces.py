@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from penstock.types import (
+    AdapterRef,
     Duty,
     FinishReason,
     ModelIdentity,
@@ -429,6 +430,10 @@ class RequestProcessor(Protocol):
 
     def card(self, name: str) -> ModelCard | None:
         """What a request for ``name`` is served by, which bears that name; None: nothing."""
+        ...
+
+    def adapter(self, body: JsonObject) -> AdapterRef | None:
+        """The LoRA adapter that the body's ``model`` names now; None: the model is served without one."""
         ...
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:

@@ -10,12 +10,13 @@ import pytest
 from penstock.config.limits import RequestLimits
 from penstock.config.schema import InputFeatures, LoraConfig
 from penstock.hashing import chain_root
+from penstock.interfaces import JsonObject, PreparedGeneration, RequestContext
 from penstock.processing.lora import SharedAdapterNames
 from penstock.processing.service import GenerationProcessor
 from penstock.types import ValidRequest
 from tiny_adapters import write_adapter
 
-from .http_stage import MODEL, STORYTELLER, Stage, check, stage
+from .http_stage import MODEL, STORYTELLER, TEXT, Stage, check, events_of, stage
 from .streams import NullStreams
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -33,9 +34,11 @@ class Noting(NullStreams):
         return super().stream(request)
 
 
-def intake_of(*, shared: SharedAdapterNames | None = None, **options: Any) -> GenerationProcessor:
+def intake_of(
+    *, shared: SharedAdapterNames | None = None, kind: type[GenerationProcessor] = GenerationProcessor, **options: Any
+) -> GenerationProcessor:
     offers = InputFeatures(lora=LoraConfig(**{"allow_updating": True, **options}))
-    return GenerationProcessor(
+    return kind(
         STORYTELLER, name=MODEL, max_model_len=2048, limits=RequestLimits(), created=1, offers=offers, adapters=shared
     )
 
@@ -89,6 +92,43 @@ async def test_pages_are_those_of_the_content_whatever_its_name(folders: list[Pa
     assert len(a.block_hashes) == 3
     assert a.block_hashes == b.block_hashes
     assert len({a.block_hashes[0], plain.block_hashes[0], other.block_hashes[0]}) == 3
+
+
+KEYED: dict[str, Any] = {"model": "fox", "prompt": "Once", "max_tokens": 8, "seed": 1, "stream": True}
+KEY = {"Idempotency-Key": "6f1c2d1e-order-7"}
+
+
+async def test_a_stream_goes_on_with_the_adapter_that_it_was_begun_with_or_not_at_all(folders: list[Path]) -> None:
+    async with stage(intake=intake_of()) as one, stage(intake=intake_of()) as other:
+        for on in (one, other):
+            await load(on, "fox", folders[0])
+        begun = events_of((await one.post(TEXT, KEYED, headers=KEY)).text)
+        resumed = KEY | {"Last-Event-ID": begun[1].id}
+        rest = events_of((await other.post(TEXT, KEYED, headers=resumed)).text)
+        assert [event.id for event in rest] == [event.id for event in begun[2:]], "another gateway has the same adapter"
+        for on in (one, other):
+            await load(on, "fox", folders[1], load_inplace=True)
+            for headers in (KEY, resumed):
+                refused = await on.post(TEXT, KEYED, headers=headers)
+                check(refused, 422, "idempotency_key_reused", "version of the model or adapter")
+            await on.post(UNLOAD, {"lora_name": "fox"})
+            check(await on.post(TEXT, KEYED, headers=resumed), 404, "model_not_found", "'fox'", "model")
+
+
+async def test_a_name_that_changes_while_a_request_is_parsed_stands_for_what_computes_it(folders: list[Path]) -> None:
+    class Replacing(GenerationProcessor):
+        """Another gateway replaces the adapter after the headers of a request were read."""
+
+        async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
+            await self.load_adapter({"lora_name": "fox", "lora_path": str(folders[1]), "load_inplace": True})
+            return await super().completion(body, envelope)
+
+    async with stage(intake=intake_of(kind=Replacing)) as one, stage(intake=intake_of()) as other:
+        await load(one, "fox", folders[0])
+        await load(other, "fox", folders[1])
+        begun = events_of((await one.post(TEXT, KEYED, headers=KEY)).text)
+        resumed = await other.post(TEXT, KEYED, headers=KEY | {"Last-Event-ID": begun[1].id})
+        assert [event.id for event in events_of(resumed.text)] == [event.id for event in begun[2:]]
 
 
 def test_the_root_names_the_adapter() -> None:

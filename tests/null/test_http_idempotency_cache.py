@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import AsyncGenerator
+
+import pytest
 
 from penstock.api.idempotency import (
     CachedStream,
@@ -15,7 +20,8 @@ from penstock.api.idempotency import (
 from penstock.api.sse import EventSigner
 from penstock.clock import MonotonicClock
 from penstock.config.limits import RequestLimits
-from penstock.types import RequestId, SamplingParams, ValidRequest
+from penstock.errors import NoWorkers
+from penstock.types import RequestId, SamplingParams, TokenBatch, ValidRequest
 from penstock.wire.gateway_messages import IdempotencyKeyStatus
 
 from .streams import NullStreams, answer_tokens
@@ -101,3 +107,52 @@ async def test_who_asks_again_and_again_for_a_kept_answer_leaves_nothing_behind(
         await reader.aclose()
         answer.mark_stopped(asked.id)  # too late to mean anything
     assert answer._asked == {}
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["it fails", "its client leaves"])
+async def test_of_an_answer_that_cannot_be_completed_no_tokens_are_kept(fails: bool) -> None:
+    """Only that there were some: a repeat is computed again, and is counted as one."""
+    streams = NullStreams(batch_sizes=lambda _: 1, fail_at={2: NoWorkers("all gone")} if fails else {})
+    kept = IdempotencyCache(RequestLimits(resume_grace_s=0.0), MonotonicClock())
+    answer, _ = kept.lookup(keyed(1), streams)
+    metered, ended = answer.metered, weakref.ref(answer)
+    reader = answer.stream(request(1))
+    assert (await anext(reader)).tokens
+    if fails:
+        with pytest.raises(NoWorkers):
+            [batch async for batch in reader]
+    await reader.aclose()
+    kept.release(keyed(1), answer)
+    async with asyncio.timeout(60):
+        await streams.until(none_open=True)
+    await asyncio.wait([answer._choices[0]._pump])
+    streams.fail_at.clear()
+    del answer, reader
+    assert ended() is None, "in no cycle, which would wait for a full collection"
+    again, met = kept.lookup(keyed(1), streams)
+    assert met is KeyOutcome.REPEATED
+    assert again.metered is metered
+
+
+async def test_the_error_of_an_answer_holds_nothing_of_the_request_that_failed() -> None:
+    class Prompt:
+        """What a frame of the router has."""
+
+    prompts = [Prompt()]
+    forgotten = weakref.ref(prompts[0])
+
+    async def failing(prompt: Prompt) -> AsyncGenerator[TokenBatch, None]:
+        yield TokenBatch(tokens=(1,))
+        raise NoWorkers("all gone")
+
+    class Streams(NullStreams):
+        def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
+            return failing(prompts.pop())
+
+    answer, _ = IdempotencyCache(RequestLimits(), MonotonicClock()).lookup(keyed(1), Streams())
+    reader = answer.stream(request(1))
+    await asyncio.wait([answer._choices[0]._pump])
+    gc.collect()
+    assert forgotten() is None
+    with pytest.raises(NoWorkers):
+        [batch async for batch in reader]

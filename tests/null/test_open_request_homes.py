@@ -61,6 +61,19 @@ async def test_all_hosts_together_have_as_many_as_the_limit_says() -> None:
         await close(hosts)
 
 
+async def test_each_gateway_of_a_host_knows_of_other_hosts_also_one_that_never_exchanges_rates() -> None:
+    async with Town("both-0") as town:
+        first, other = Host(town, 0), Host(town, 1)
+        second = Host(
+            town, 0, name="host-0-b", buckets=first.buckets
+        )  # its turn is always just after that of ``first``
+        gateways = [first, second, other]
+        await serve(town, 5.0, gateways)
+        assert await acquired(town, gateways, other, limit=1)
+        assert [await acquired(town, gateways, gateway, limit=1) for gateway in (first, second)] == [False, False]
+        await close(gateways)
+
+
 async def test_homes_of_many_keys_are_told_a_part_of_them_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, asked = 1000, list[int]()
     async with Town("both-0", "both-1") as town:

@@ -31,14 +31,23 @@ STEP_S = 0.1
 class Host:
     """A supervisor with one gateway."""
 
-    def __init__(self, town: Town, number: int, workers: Sequence[str] = ("both-0",)) -> None:
+    def __init__(
+        self,
+        town: Town,
+        number: int,
+        workers: Sequence[str] = ("both-0",),
+        *,
+        name: str = "",
+        buckets: SharedTokenBuckets | None = None,
+    ) -> None:
+        """``name`` and ``buckets``: of a further gateway of this host, and of that host."""
         self.clock = Uptime(town.clock, number * DAY_S)
-        self.buckets = SharedTokenBuckets(16, b"the same key file")
+        self.buckets = buckets or SharedTokenBuckets(16, b"the same key file")
         self.rates = TenantRateLimiter(self.clock, self.buckets)
         self.received = 0
         self._town = town
         self.router = RouterService(
-            GatewayConfig(name=f"host-{number}", model_name="null", rate_host=self.buckets.host),
+            GatewayConfig(name=name or f"host-{number}", model_name="null", rate_host=self.buckets.host),
             connect=self._connect,  # type: ignore[arg-type]
             clock=self.clock,
             suspect=lambda _: None,

@@ -54,6 +54,7 @@ from penstock.clock import Clock
 from penstock.config.limits import RequestLimits, SchedulingConfig, TurnLimits
 from penstock.errors import KeyReused, NoWorkers, RequestError, UnknownModel, WrongTask
 from penstock.interfaces import (
+    IDEMPOTENCY_KEY,
     SESSION_HEADERS,
     JsonObject,
     ModelCard,
@@ -68,7 +69,7 @@ from penstock.interfaces import (
 )
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.telemetry.spans import NO_SPAN, NoTracer, Span, Tracer
-from penstock.types import ModelIdentity, RequestId, ValidRequest
+from penstock.types import AdapterRef, ModelIdentity, RequestId, ValidRequest
 from penstock.wire.gateway_messages import MAX_CLAIMED_CHOICES
 
 EXPLAIN = b"x-penstock-explain"
@@ -196,6 +197,8 @@ class Endpoints:
             if keyed is not None:
                 body = keyed.seeded_body(body)
             prepared = self._tracing.with_processing_span(span, await prepare(body, context), context.arrival)
+            if keyed is not None and keyed.adapter != _adapter_fingerprint(prepared.requests[0].adapter):
+                keyed = self._keyed(exchange, asked.body, context, prepared)  # its name was given to another meanwhile
             del body
             asked.release()
             if prepared.requests[0].session:
@@ -281,9 +284,22 @@ class Endpoints:
         if card is None:
             raise UnknownModel(name, [each.name for each in visible_cards(key, processor.cards())], mappable=False)
 
-    def _keyed(self, exchange: HttpExchange, body: JsonObject, context: RequestContext) -> IdempotentRequest | None:
+    def _keyed(
+        self,
+        exchange: HttpExchange,
+        body: JsonObject,
+        context: RequestContext,
+        prepared: PreparedGeneration | None = None,
+    ) -> IdempotentRequest | None:
+        """``prepared``: has the adapter that the request is computed with; None: it has the one that its model names
+        now.  Raises RequestError, KeyReused."""
+        fingerprint, limits = "", self._behind.limits
+        if prepared is not None:
+            fingerprint = _adapter_fingerprint(prepared.requests[0].adapter)
+        elif exchange.header(IDEMPOTENCY_KEY) is not None:
+            fingerprint = _adapter_fingerprint(self._behind.processor.adapter(body))
         try:
-            return parse_idempotency(exchange, body, context, self._behind.limits, self._event_key)
+            return parse_idempotency(exchange, body, context, limits, self._event_key, adapter=fingerprint)
         except KeyReused:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
@@ -445,6 +461,10 @@ class Endpoints:
         if line is not None:
             headers.append((ROUTE, bytes(char if 32 <= char < 127 else 63 for char in line.encode("ascii", "replace"))))
         return headers
+
+
+def _adapter_fingerprint(adapter: AdapterRef | None) -> str:
+    return "" if adapter is None else adapter.fingerprint
 
 
 def _session(exchange: HttpExchange, max_chars: int) -> str:

@@ -1,9 +1,9 @@
 """Idempotency keys: a repeated request gets the same response and is billed once.
 
-Id, seed and event signatures follow from tenant, key, body and model, and from a secret of the service: every gateway
-derives the same ones and stores nothing for it.  What this gateway still has of a response (``IdempotencyCache``) is
-shared and replayed; anything else is recomputed, with the same result (docs/determinism.md).  A repeat joins a response
-that is still running; after a disconnect the response runs on for ``resume_grace_s``::
+Id, seed and event signatures follow from tenant, key, body, model and adapter, and from a secret of the service: every
+gateway derives the same ones and stores nothing for it.  What this gateway still has of a response
+(``IdempotencyCache``) is shared and replayed; anything else is recomputed, with the same result (docs/determinism.md).
+A repeat joins a response that is still running; after a disconnect the response runs on for ``resume_grace_s``::
 
     router --tokens--> one reader task per choice --> buffered so far --> any number of consumers
 
@@ -146,7 +146,8 @@ class IdempotentRequest:
     key: bytes  # of tenant and key; what it is kept by
     name: str  # of the answer and of its charge: the same for every repeat
     seed: int  # instead of a drawn one
-    mark: str  # of body and model: another one is another request
+    mark: str  # of body, model and adapter: another one is another request
+    adapter: str = ""  # the fingerprint of that LoRA adapter; empty: there is none
     signer: EventSigner  # of its events
     resume_point: ResumePoint = field(default_factory=ResumePoint)
     resumed: bool = False  # the client has some of it already
@@ -157,9 +158,18 @@ class IdempotentRequest:
 
 
 def parse_idempotency(
-    exchange: HttpExchange, body: JsonObject, envelope: RequestContext, limits: RequestLimits, event_key: bytes
+    exchange: HttpExchange,
+    body: JsonObject,
+    envelope: RequestContext,
+    limits: RequestLimits,
+    event_key: bytes,
+    *,
+    adapter: str = "",
 ) -> IdempotentRequest | None:
-    """What the request's headers ask for; None without a key.  Raises RequestError, KeyReused."""
+    """What the request's headers ask for; None without a key.  Raises RequestError, KeyReused.
+
+    ``adapter``: the fingerprint of the LoRA adapter that the body's model names; empty: it names none.
+    """
     given, last = exchange.header(IDEMPOTENCY_KEY), exchange.header(LAST_EVENT_ID)
     if given is None:
         if last is not None:
@@ -172,22 +182,25 @@ def parse_idempotency(
     if last is not None and body.get("stream") is not True:
         raise RequestError("Last-Event-ID is for streams: send it with 'stream': true.", code="invalid_last_event_id")
     wide = _tenant_key_hash(envelope.caller.tenant, given)
-    marks = event_signer(event_key, envelope.caller.tenant, given, body, envelope.identity)
+    marks = event_signer(event_key, envelope.caller.tenant, given, body, envelope.identity, adapter=adapter)
     return IdempotentRequest(
         tenant=envelope.caller.tenant,
         key=wide[:_KEY_BYTES],
         name=wide[_KEY_BYTES : _KEY_BYTES + _NAME_BYTES].hex(),
         seed=int.from_bytes(wide[-8:], "little") >> (64 - SEED_BITS),
-        mark=_body_hash(body, envelope.identity),
+        mark=_body_hash(body, envelope.identity, adapter),
+        adapter=adapter,
         signer=marks,
         resume_point=ResumePoint() if last is None else ResumePoint.parse(last, marks),
         resumed=last is not None,
     )
 
 
-def event_signer(event_key: bytes, tenant: str, key: bytes, body: JsonObject, identity: ModelIdentity) -> EventSigner:
-    """The marks of one request's events."""
-    return EventSigner(event_key, _tenant_key_hash(tenant, key) + _body_hash(body, identity).encode())
+def event_signer(
+    event_key: bytes, tenant: str, key: bytes, body: JsonObject, identity: ModelIdentity, *, adapter: str = ""
+) -> EventSigner:
+    """The marks of one request's events.  ``adapter``: the fingerprint of its LoRA adapter; empty: it has none."""
+    return EventSigner(event_key, _tenant_key_hash(tenant, key) + _body_hash(body, identity, adapter).encode())
 
 
 def _tenant_key_hash(tenant: str, key: bytes) -> bytes:
@@ -195,9 +208,11 @@ def _tenant_key_hash(tenant: str, key: bytes) -> bytes:
     return blake2b(own + key, digest_size=64, person=b"penstock idem").digest()
 
 
-def _body_hash(body: JsonObject, identity: ModelIdentity) -> str:
+def _body_hash(body: JsonObject, identity: ModelIdentity, adapter: str) -> str:
     asked = blake2b(_encode(body), digest_size=SIGNATURE_BYTES, person=b"penstock body")
     asked.update(identity.system_fingerprint.encode())
+    if adapter:  # the body has its name, which can be given to another adapter
+        asked.update(b"\0" + adapter.encode())
     return asked.hexdigest()
 
 
@@ -362,7 +377,7 @@ class KeyClaim:
 
 def _key_reused() -> KeyReused:
     return KeyReused(
-        "This Idempotency-Key was used for another request body or another version of the model. "
+        "This Idempotency-Key was used for another request body or another version of the model or adapter. "
         "Use a new key for a new request."
     )
 
@@ -438,6 +453,10 @@ class _BufferedChoice:
         if not self._readers and not self.finished and not self.failed:
             asyncio.get_running_loop().call_later(self._grace_s, self._unless_read)
 
+    def forget_error(self) -> None:
+        """Called without consumers.  The error's traceback has their frames, and those have this object."""
+        self._error = None
+
     def _unless_read(self) -> None:
         if not self._readers and not self.finished:
             self.failed = True  # at once: later consumers must not wait for the pump to end
@@ -450,12 +469,15 @@ class _BufferedChoice:
                     self.batches.append(batch)
                     self.finished = self.finished or batch.finish is not None
                     self._tell()
-        except Exception as error:  # noqa: BLE001 - raised where it is read
+        except PenstockError as error:
+            self._error = error.with_traceback(None)  # its frames have the whole prompt
+        except Exception as error:  # noqa: BLE001 - raised where it is read, and logged there with its traceback
             self._error = error
         finally:
             self.failed = not self.finished
             self._tell()
             self._over()
+            del self._over  # it refers to the response, which refers to this
 
     def _tell(self) -> None:
         self._news.set()
@@ -610,6 +632,11 @@ class CachedStream:
         """Whether it is complete."""
         return bool(self._choices) and all(tokens.finished for tokens in self._choices.values())
 
+    def forget_errors(self) -> None:
+        """Called without consumers: after that it is in no reference cycle, so its memory is freed at once."""
+        for tokens in self._choices.values():
+            tokens.forget_error()
+
     @property
     def weight(self) -> int:
         """The count of buffered numbers, roughly."""
@@ -720,6 +747,7 @@ class IdempotencyCache:
     def release(self, keyed: IdempotentRequest, answer: CachedStream) -> None:
         """A consumer is done.  A stream that was never started, because all requests were refused, is removed."""
         answer.consumers -= 1
+        self._forget_failed(keyed.key, answer)
         entry = self._entries.get(keyed.key)
         if answer.consumers or answer.is_started or entry is None or entry.answer is not answer:
             return
@@ -739,6 +767,7 @@ class IdempotencyCache:
         """A choice of this response has ended, perhaps after another one of the same key has begun."""
         if answer.claim is not None and not answer.is_running and not self._is_computed(key, mark):
             answer.claim.end()
+        self._forget_failed(key, answer)
         entry = self._entries.get(key)
         if entry is None or entry.answer is not answer or not answer.finished:
             return
@@ -747,6 +776,18 @@ class IdempotencyCache:
         self.tokens += entry.weight
         self._told[key] = None
         self._make_room(self._clock.now())
+
+    def _forget_failed(self, key: bytes, answer: CachedStream) -> None:
+        """Frees the tokens of a response that cannot be completed, once it has no consumers.
+
+        A repeat is computed again, so they have no use, and no bound counts them.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.answer is not answer or answer.consumers:
+            return
+        if answer.failed and not answer.is_running:
+            self._forget_tokens(entry)
+            answer.forget_errors()
 
     def _make_room(self, now: float) -> None:
         entries, limits = self._entries, self._limits

@@ -232,8 +232,8 @@ class ResumePoint:
         if not hmac.compare_digest(match["mark"], marks.sign(match["places"])):
             raise KeyReused(
                 "The event named in Last-Event-ID belongs to another request body, Idempotency-Key or version of the "
-                "model, or to another service, so its stream cannot go on here. Send a new request with another "
-                "Idempotency-Key."
+                "model or adapter, or to another service, so its stream cannot go on here. Send a new request with "
+                "another Idempotency-Key."
             )
         if match["places"] == "usage":
             return cls(complete=True)

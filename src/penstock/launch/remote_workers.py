@@ -193,9 +193,10 @@ class RemoteWorkers:
         self._local.add(worker)
         endpoint = self._found.get(worker)
         if endpoint is not None:
-            mailbox = self._mailboxes[endpoint]
-            self._leave(endpoint, mailbox, "a worker of this host has its name")
-            mailbox.worker = None  # whatever becomes of this member, the name is not its own
+            self._leave(endpoint, self._mailboxes[endpoint], "a worker of this host has its name")
+        for mailbox in self._mailboxes.values():
+            if mailbox.worker == worker:  # now, or before it was lost
+                mailbox.worker = None  # whatever becomes of this member, the name is not its own
 
     def leave_unaccepted(self, accepts: Callable[[WorkerId], bool]) -> None:
         """Give up workers at once whose keys are not accepted any more."""

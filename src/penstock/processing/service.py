@@ -43,7 +43,7 @@ from penstock.processing.multimodal.image_fetch import ImageFetcher
 from penstock.processing.multimodal.image_preprocessing import pillow_installed, read_image_config
 from penstock.processing.multimodal.images import ImagePipeline, MultimodalPrompt
 from penstock.processing.requests.anthropic import MessagesOptions, messages_chat
-from penstock.processing.requests.fields import unsupported, weights
+from penstock.processing.requests.fields import BodyFields, unsupported, weights
 from penstock.processing.requests.generation import (
     ChatInput,
     ChatRequest,
@@ -52,6 +52,7 @@ from penstock.processing.requests.generation import (
     parse_chat,
     parse_completion,
     parse_detokenize,
+    parse_model,
     parse_tokenize,
 )
 from penstock.processing.requests.messages import content_chars
@@ -210,6 +211,11 @@ class GenerationProcessor:
 
     def card(self, name: str) -> ModelCard | None:
         return find_card(self.cards(), name, self._facts.requests.model_alias)
+
+    def adapter(self, body: JsonObject) -> AdapterRef | None:
+        facts, adapter = self._asked(body)
+        parse_model(BodyFields(body), facts, required=False)
+        return adapter
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:
         return {"id": await self._adapters.load(body), "object": "lora_adapter", "loaded": True}

@@ -23,6 +23,7 @@ from penstock.processing.model_aliases import find_card, listed_cards
 from penstock.processing.requests.generation import parse_detokenize, parse_tokenize
 from penstock.processing.requests.sampling import ModelProperties
 from penstock.processing.tokenizer.tokenizer import TextTokenizer
+from penstock.types import AdapterRef
 
 
 class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,10 @@ class SingleTaskProcessor(ABC):
     def model_name(self, body: JsonObject) -> str:
         """The model's name as a checked body has it, which may be an alias."""
         return str(body.get("model") or self.facts.name)
+
+    def adapter(self, body: JsonObject) -> AdapterRef | None:
+        """Always None."""
+        return None
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:
         """Always WrongTask."""

@@ -54,6 +54,11 @@ class RateTable(Protocol):
         """Whether this process exchanges now: no gateway of the host has done so for ``every_s``."""
         ...
 
+    @property
+    def hosts(self) -> int:
+        """Hosts that have gateways, as far as known; also without the lock."""
+        ...
+
     def set_hosts(self, hosts: int, now: float) -> None:
         """Sets the number of hosts that have gateways."""
         ...
@@ -82,7 +87,11 @@ class RateShares:
         self._sent: Mapping[bytes, float] = {}
         self._has_reports = False  # has had some
         self._reported = 0
-        self.hosts = 1
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that have gateways, as the last gateway of this host has learnt that exchanged."""
+        return self._table.hosts
 
     def tick(self, now: float) -> None:
         """Called more often than ``EXCHANGE_S``, and as soon as the first worker is ready."""
@@ -95,8 +104,7 @@ class RateShares:
                 return
             self._reported = self._reported_hosts(now)
             if self._reported:
-                self.hosts = self._reported
-                self._table.set_hosts(self.hosts, now)
+                self._table.set_hosts(self._reported, now)
             self._table.expire_shares(now - TOTALS_VALID_S, now)
             if self.hosts <= 1:
                 return
@@ -118,7 +126,6 @@ class RateShares:
         shares = {
             name: share_of(self._sent.get(name, 0.0), total, sharing, hosts) for name, total in message.totals.items()
         }
-        self.hosts = hosts
         with self._table.locked():
             self._table.set_hosts(hosts, now)
             self._table.set_shares(shares, now)

@@ -245,6 +245,16 @@ def test_a_worker_of_this_host_keeps_its_name_whoever_claims_it(
     assert town.removed == [], "the member that goes does not take the worker of this host along"
 
 
+def test_a_lost_member_that_once_had_the_name_of_a_worker_of_this_host_takes_nothing_along(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    town.joined.add_local(WorkerId("d"))
+    town.report(A, "other", 6)
+    assert town.removed == []
+    town.joined.set_members(members_at(B))
+    assert town.removed == ["other"]
+
+
 def test_a_worker_that_moved_is_found_where_it_is(town: Town) -> None:
     town.report(A, "d", 5)
     town.pass_time(LOST_S + 2 * BEAT_S)
