@@ -37,7 +37,7 @@ from penstock.wire.zeromq import ZmqTransport
 
 from .asking import Stream, ask, body, streaming
 from .server import PATIENCE_S, PenstockNode, PenstockServer, PenstockWorker, free_port
-from .test_nodes import NODE, SPLIT, free_ports
+from .test_nodes import GROUP, NODE, SPLIT, free_ports, ranks_of
 
 FLEET = """
 name = "two hosts"
@@ -53,12 +53,15 @@ no_path_s = 60.0
 
 
 @contextmanager
-def two_nodes(folder: NodeFolder, tmp_path: Path) -> Iterator[tuple[PenstockNode, PenstockNode]]:
-    """Nodes ``a`` and ``b``, each with a prefill worker, a decode worker and a gateway."""
+def two_nodes(
+    folder: NodeFolder, tmp_path: Path, workers: str = SPLIT, groups: str = "", *, count: int = 4
+) -> Iterator[tuple[PenstockNode, PenstockNode]]:
+    """Nodes ``a`` and ``b``, each with a gateway, and a prefill worker and a decode worker unless others are asked for;
+    ``count``: of both nodes and the groups."""
     http, ports, file = (free_port(), free_port()), free_ports(), tmp_path / "fleet.toml"
-    nodes = [NODE.format(name=name, http=http[i], port=ports[i], workers=SPLIT) for i, name in enumerate("ab")]
+    nodes = [NODE.format(name=name, http=http[i], port=ports[i], workers=workers) for i, name in enumerate("ab")]
     head = FLEET.format(keys=folder.host(""), audit=tmp_path / "audit.jsonl")
-    file.write_text("".join((head, *nodes)))
+    file.write_text("".join((head, *nodes, groups)))
     with ExitStack() as stack:
         a, b = PenstockNode(file, "a", http[0]), PenstockNode(file, "b", http[1])
         for node in (a, b):
@@ -66,13 +69,33 @@ def two_nodes(folder: NodeFolder, tmp_path: Path) -> Iterator[tuple[PenstockNode
             stack.callback(node.kill)
         for node in (a, b):
             node.wait_ready()
-            node.wait_for(lambda node=node: len(node.workers()) == 4, PATIENCE_S, "whole")
+            node.wait_for(lambda node=node: len(node.workers()) == count, PATIENCE_S, "whole")
             node.wait_all_ready()
         yield a, b
 
 
 def ready_workers(server: PenstockServer) -> set[str]:
     return {row["id"] for row in server.workers() if row["state"] == "ready"}
+
+
+@pytest.mark.long
+def test_a_worker_over_two_nodes_forms_anew_after_a_key_of_one_is_replaced(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path, a="gateway,worker", b="gateway,worker")
+    with two_nodes(folder, tmp_path, "", GROUP, count=1) as (a, b):
+        wanted, before = ask(a, max_tokens=60), ranks_of(a)
+        folder.run("rotate", "b")
+        folder.deliver_registry()
+        folder.deliver_secret("b")
+        folder.run("rotate", "b", "--finish")
+        folder.deliver_registry()
+        b.kill()  # the other node, which began with the old keys, goes on
+        a.wait_for(lambda: not ranks_of(a), PATIENCE_S, "alone")
+        b.start()
+        b.wait_ready()
+        for node in (a, b):
+            node.wait_for(lambda node=node: set(ranks_of(node)) == {0, 1}, PATIENCE_S, "whole again")
+            assert set(ranks_of(node).values()).isdisjoint(before.values())
+            assert ask(node, max_tokens=60) == wanted
 
 
 @pytest.mark.long

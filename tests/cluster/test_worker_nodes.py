@@ -136,8 +136,8 @@ def test_a_machine_without_the_keys_is_not_admitted(keys: Path, tmp_path: Path) 
     stranger.start()
     try:
         first.wait_for(lambda: "is not admitted to this worker" in first.read_log(), START_S, "asked by the stranger")
-        stranger.wait_for(lambda: "waiting for machine 0" in stranger.read_log(), START_S, "told why")
-        assert "other keys" in stranger.read_log()
+        stranger.wait_for(lambda: "other keys" in stranger.read_log(), START_S, "told why")
+        assert "waiting for machine 0" in stranger.read_log()
         assert "join it: " not in first.read_log()
     finally:
         assert first.stop() == 0

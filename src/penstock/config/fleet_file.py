@@ -246,6 +246,11 @@ class FleetWorker:
         """Where gateways reach it."""
         return self.leader.endpoint(self.port)
 
+    @property
+    def group_nodes(self) -> tuple[str, ...]:
+        """The names of the nodes that have parts of it."""
+        return self.group.nodes if isinstance(self.group, MultiNodeGroup) else (self.leader.name,)
+
     def master(self, *, listen: bool = False) -> str:
         """Where its other nodes reach the first one; ``listen``: where that one listens."""
         return self.leader.endpoint(self.port + 1, listen=listen)

@@ -67,7 +67,10 @@ class NodePlaces:
             reached_at={name: worker.endpoint for name, worker in members.items()},
             pages_ports={name: worker.port + 1 for name, worker in members.items() if name not in several},
             parts={name: WorkerPart(mesh=one.group.mesh, place=one.place) for name, one in several.items()},
-            masters={name: MasterAddress.of(one.master(), one.master(listen=True)) for name, one in several.items()},
+            masters={
+                name: MasterAddress.of(one.master(), one.master(listen=True), one.group_nodes)
+                for name, one in several.items()
+            },
         )
 
     def endpoints(self, keys: HostKeys) -> WorkerEndpoints:

@@ -13,8 +13,10 @@ a secret that cannot be used does not keep the registry from being taken.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from hashlib import blake2b
@@ -58,6 +60,7 @@ class NodeKeys:
         self._stamp = stamp
         self._next_look = 0.0
         self._problem: tuple[FileStamps, str] | None = None  # what was said last, and of which files
+        self._looking = threading.Lock()  # of threads that call ``current``
         self.registry = registry
         self.secret, self.public = secret, _public_of(secret, folder)
         holder = registry.holder(self.public)
@@ -150,6 +153,15 @@ class NodeKeys:
             return self._take(registry, self.secret, self.public)
         self._stamp, self._problem = stamp, None
         return self._take(registry, secret, public)
+
+    def current(self) -> NodeKeys:
+        """A copy that stays as it is, made after ``reload``: registry and own key belong together.  Never raises.
+
+        Any number of threads may call it, while none calls ``reload``; handlers of changes run in one of them.
+        """
+        with self._looking:
+            self.reload()
+            return copy.copy(self)
 
     def _own_pair(self, registry: NodeRegistry) -> tuple[bytes, bytes]:
         """The secret and the public key in the folder.  Raises ConfigError if they are not this node's."""

@@ -16,24 +16,32 @@ each end's own key with the other's key for this connection, take the place of t
 the patterns of https://noiseprotocol.org).  A record is numbered by its nonce: one that is lost, repeated or changed
 ends the connection, and none is made again by itself.
 
+Files of nodes' keys are looked at for each connection, so one that is made after a change goes by what holds then.
+``RankDoor`` greets many callers at once: one that says nothing keeps no other waiting.
+
 Knows nothing about what records say.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import secrets
 import socket
 import struct
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any
 
 from zmq.utils import z85
 
-from penstock.config.node_registry import NodeRight
+from penstock.config.node_registry import NodeEntry, NodeRight
 from penstock.errors import ConfigError, ProtocolError
 from penstock.wire.node_keys import HostKeys, NodeKeys
 
@@ -42,6 +50,9 @@ GREETING_S = 3.0
 
 SILENCE_S = 4
 """Who says nothing for so long is taken to be gone: each end says something more often than that."""
+
+MAX_GREETED = 16
+"""Callers that a ``RankDoor`` greets at once.  For one more it closes the connection of one that is still silent."""
 
 RECORD_BYTES = 1 << 18
 """The most bytes of one record: what is large goes as several, so that it is encrypted, sent and decrypted at once."""
@@ -62,8 +73,13 @@ class RankLink:
     Raises OSError when the connection is gone, ProtocolError for what no rank sends.
     """
 
-    def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(
+        self, sock: socket.socket, send_key: bytes, receive_key: bytes, peer: tuple[str, bytes] = ("", b"")
+    ) -> None:
+        """``peer``: the name of the other end's node, and the public key, as Z85, by which it was known."""
         self._sock = sock
+        self.peer_node, self._peer_key = peer
+        """The node of the other end; empty where hosts share their keys."""
         self._send_cipher, self._receive_cipher = _cipher(send_key), _cipher(receive_key)
         self._sent = self._received = 0
         self._sending = threading.Lock()  # records leave in the order of their numbers
@@ -74,6 +90,13 @@ class RankLink:
         """The address of the other end."""
         host: str = self._sock.getpeername()[0]
         return host
+
+    def is_accepted(self, keys: HostKeys) -> bool:
+        """Whether the other end would be accepted now, too: keys of nodes are revoked while links are open."""
+        if not isinstance(keys, NodeKeys):
+            return True
+        node = _worker_node(keys.current(), self._peer_key)
+        return node is not None and node.name == self.peer_node
 
     def fileno(self) -> int:
         """The socket's descriptor, to wait for."""
@@ -89,15 +112,18 @@ class RankLink:
             self._sent += 1
             self._sock.sendall(head + self._send_cipher.encrypt(_nonce(self._sent), body, head))
 
-    def recv(self) -> bytes:
-        """The next record.  Raises TimeoutError when nothing comes for ``SILENCE_S``."""
+    def recv(self, deadline: float | None = None) -> bytes:
+        """The next record.  Raises TimeoutError when nothing comes for ``SILENCE_S``, or when not all of it has come by
+        ``deadline``, in seconds of the monotonic clock."""
         from cryptography.exceptions import InvalidTag
 
-        head = _receive(self._sock, _LENGTH.size)
+        head = _receive(self._sock, _LENGTH.size, deadline)
         (length,) = _LENGTH.unpack(head)
         if length > RECORD_BYTES:
             raise ProtocolError(f"a record of {length} bytes; at most {RECORD_BYTES} are allowed")
-        sealed = _receive(self._sock, length + _TAG_BYTES)
+        sealed = _receive(self._sock, length + _TAG_BYTES, deadline)
+        if deadline is not None:
+            self._sock.setblocking(True)
         self._received += 1
         try:
             body: bytes = self._receive_cipher.decrypt(_nonce(self._received), sealed, head)
@@ -126,6 +152,131 @@ def listen_for_ranks(host: str, port: int) -> socket.socket:
     return listening
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One that has the keys, from which address it has connected, and the first record that it sent."""
+
+    link: RankLink
+    host: str
+    first: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Greeting:
+    """A caller that is greeted.  ``sock`` is the door's, to end the connection; the thread has a descriptor of its
+    own."""
+
+    sock: socket.socket
+    host: str
+    thread: threading.Thread = field(init=False)
+    proven: bool = False
+    outcome: Caller | Exception = field(default_factory=lambda: ConnectionError("it was not greeted to the end"))
+
+
+class RankDoor:
+    """Greets those who connect to a listening socket, each in a short-lived thread: none keeps another waiting.
+
+    One thread calls its methods.  Leaving its context ends all threads, and closes connections that were not taken.
+    """
+
+    def __init__(self, listening: socket.socket, keys: HostKeys, on_refused: Callable[[str, Exception], None]) -> None:
+        """``listening``: does not block, and stays open.  ``on_refused``: called with the address of each caller that
+        does not prove that it has the keys, or says nothing, and with the reason."""
+        self._listening = listening
+        self._keys = keys
+        self._on_refused = on_refused
+        self._greetings: list[_Greeting] = []  # in the order in which they came
+        self._over = queue.SimpleQueue[_Greeting]()
+        self._any_over = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __enter__(self) -> RankDoor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for greeting in self._greetings:
+            _interrupt(greeting)
+            greeting.sock.close()
+            if isinstance(greeting.outcome, Caller):
+                greeting.outcome.link.close()
+        self._greetings.clear()
+        os.close(self._any_over)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """When one of them can be read, ``callers`` has something to do."""
+        return self._listening.fileno(), self._any_over
+
+    def callers(self) -> Iterator[Caller]:
+        """Those who have been greeted since the last call.  Waits for nothing."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._any_over)
+        self._accept()
+        while not self._over.empty():
+            greeting = self._over.get()
+            if greeting not in self._greetings:
+                continue  # another one took its place
+            self._forget(greeting)
+            if isinstance(greeting.outcome, Caller):
+                yield greeting.outcome
+            else:
+                self._on_refused(greeting.host, greeting.outcome)
+
+    def _accept(self) -> None:
+        for _ in range(MAX_GREETED):  # more of them next time
+            try:
+                sock, (host, *_) = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._on_refused("one that has gone already", error)
+                return
+            if len(self._greetings) == MAX_GREETED:
+                self._make_room()
+            greeting = _Greeting(sock, host)
+            greeting.thread = threading.Thread(target=self._greet, args=(greeting,), name=f"greet {host}", daemon=True)
+            self._greetings.append(greeting)
+            greeting.thread.start()
+
+    def _make_room(self) -> None:
+        """End a greeting: that of a caller without a proof before others, of the address with most of them, the
+        oldest."""
+        crowd = Counter(greeting.host for greeting in self._greetings)
+        greets = threading.Thread.is_alive
+        last = min(self._greetings, key=lambda each: (each.proven, greets(each.thread), -crowd[each.host]))
+        _interrupt(last)
+        self._forget(last)
+        if isinstance(last.outcome, Caller):  # it was ready meanwhile
+            last.outcome.link.close()
+        self._on_refused(last.host, ConnectionError(f"it was silent, and more than {MAX_GREETED} wait to be greeted"))
+
+    def _forget(self, greeting: _Greeting) -> None:
+        self._greetings.remove(greeting)
+        greeting.thread.join()
+        greeting.sock.close()
+
+    def _greet(self, greeting: _Greeting) -> None:
+        try:
+            link = accept_rank(greeting.sock.dup(), self._keys)
+            greeting.proven = True
+            try:
+                first = link.recv(time.monotonic() + SILENCE_S)
+            except BaseException:
+                link.close()
+                raise
+            greeting.outcome = Caller(link, greeting.host, first)
+        except (OSError, ProtocolError) as error:
+            greeting.outcome = error
+        finally:
+            self._over.put(greeting)
+            os.eventfd_write(self._any_over, 1)
+
+
+def _interrupt(greeting: _Greeting) -> None:
+    with contextlib.suppress(OSError):
+        greeting.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+    greeting.thread.join()
+
+
 def accept_rank(sock: socket.socket, keys: HostKeys) -> RankLink:
     """The link of a connection that a listening socket has accepted.
 
@@ -152,37 +303,47 @@ def _greeted(sock: socket.socket, keys: HostKeys, *, connecting: bool) -> RankLi
 def _handshake(sock: socket.socket, keys: HostKeys, deadline: float, *, connecting: bool) -> RankLink:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+    if isinstance(keys, NodeKeys):
+        keys = keys.current()
     own = X25519PrivateKey.generate()
     hello = secrets.token_bytes(_NONCE_BYTES) + own.public_key().public_bytes_raw()
     hello = _NODES_MAGIC + hello + z85.decode(keys.public) if isinstance(keys, NodeKeys) else _MAGIC + hello
     if connecting:
         _send(sock, hello, deadline)
-        theirs = _receive_hello(sock, keys, deadline)
+        theirs, node = _receive_hello(sock, keys, deadline)
         master = _master_key(keys, (hello, theirs), own, connecting=True)
         _check_proof(_receive(sock, _PROOF_BYTES, deadline), master, b"listening")
         _send(sock, _derived(master, b"connecting"), deadline)
     else:
-        theirs = _receive_hello(sock, keys, deadline)
+        theirs, node = _receive_hello(sock, keys, deadline)
         master = _master_key(keys, (theirs, hello), own, connecting=False)
         _send(sock, hello + _derived(master, b"listening"), deadline)
         _check_proof(_receive(sock, _PROOF_BYTES, deadline), master, b"connecting")
     ways = _derived(master, b"to the listening end"), _derived(master, b"to the connecting end")
-    return RankLink(sock, *(ways if connecting else ways[::-1]))
+    send_key, receive_key = ways if connecting else ways[::-1]
+    return RankLink(sock, send_key, receive_key, (node, z85.encode(theirs[_HELLO_BYTES:])))
 
 
-def _receive_hello(sock: socket.socket, keys: HostKeys, deadline: float) -> bytes:
-    """The other end's greeting, with the public key of a node that may have workers, if nodes have keys."""
+def _receive_hello(sock: socket.socket, keys: HostKeys, deadline: float) -> tuple[bytes, str]:
+    """The other end's greeting, with the public key of a node that may have workers, and its name, if nodes have
+    keys."""
     by_node = isinstance(keys, NodeKeys)
     hello = bytes(_receive(sock, _HELLO_BYTES, deadline))
     if hello[: len(_MAGIC)] != (_NODES_MAGIC if by_node else _MAGIC):
         raise ProtocolError("what connects is no rank of a worker of this version, or has keys of the other form")
     if not isinstance(keys, NodeKeys):
-        return hello
+        return hello, ""
     node_key = bytes(_receive(sock, _KEY_BYTES, deadline))
-    node = keys.sender(z85.encode(node_key))
-    if node is None or not node.may(NodeRight.WORKER):
+    node = _worker_node(keys, z85.encode(node_key))
+    if node is None:
         raise ProtocolError("the other end's key is of no node that may have workers")
-    return hello + node_key
+    return hello + node_key, node.name
+
+
+def _worker_node(keys: NodeKeys, public: bytes) -> NodeEntry | None:
+    """The node with this public key, as Z85, if it may have workers."""
+    node = keys.sender(public)
+    return node if node is not None and node.may(NodeRight.WORKER) else None
 
 
 def _master_key(keys: HostKeys, greetings: tuple[bytes, bytes], own: Any, *, connecting: bool) -> bytes:
@@ -236,12 +397,23 @@ def _watch(sock: socket.socket) -> None:
     """Small records leave at once, and who says nothing is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # also where nothing is said until all are there
+    for each in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        sock.setsockopt(socket.IPPROTO_TCP, each, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", SILENCE_S, 0))
 
 
 def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
-    sock.settimeout(max(1e-3, deadline - time.monotonic()))
+    sock.settimeout(_left(deadline))
     sock.sendall(data)
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then.  Raises TimeoutError when there are none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
 
 
 def _receive(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytearray:
@@ -250,7 +422,7 @@ def _receive(sock: socket.socket, nbytes: int, deadline: float | None = None) ->
     view = memoryview(data)
     while got < nbytes:
         if deadline is not None:
-            sock.settimeout(max(1e-3, deadline - time.monotonic()))
+            sock.settimeout(_left(deadline))
         try:
             received = sock.recv_into(view[got:])
         except BlockingIOError:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from in_thread import InThread
+from in_thread import PATIENCE_S, InThread
 from node_folder import NodeFolder
 from penstock.config.base import host_and_port
 from penstock.errors import ProtocolError
+from penstock.wire import rank_link
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.node_keys import HostKeys, NodeKeys
-from penstock.wire.rank_link import RECORD_BYTES, RankLink, accept_rank, connect_rank, listen_for_ranks
+from penstock.wire.rank_link import (
+    MAX_GREETED,
+    RECORD_BYTES,
+    Caller,
+    RankDoor,
+    RankLink,
+    accept_rank,
+    connect_rank,
+    listen_for_ranks,
+)
 
 KEYS = CurveKeys.ephemeral()
 
@@ -111,6 +124,26 @@ def test_nodes_know_each_other_by_their_own_keys(nodes: NodeFolder) -> None:
         connecting.send(b"from b")
         listening.send(b"from a")
         assert (listening.recv(), connecting.recv()) == (b"from b", b"from a")
+        assert (listening.peer_node, connecting.peer_node) == ("b", "a")
+        assert listening.is_accepted(nodes.keys("a"))
+        nodes.run("revoke", "b")
+        nodes.deliver_registry("a")
+        assert not listening.is_accepted(nodes.keys("a"))
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_each_connection_goes_by_the_keys_of_then(listens: bool, nodes: NodeFolder, tmp_path: Path) -> None:
+    """This process has loaded its own before another node's are replaced, or revoked."""
+    ours, before = [nodes.keys("a"), nodes.keys("a")], NodeKeys.load(nodes.steal("b", tmp_path / "before"))
+    for step in ((), ("--finish",)):
+        nodes.run("rotate", "b", *step)
+        nodes.deliver_registry("a", "b")
+        nodes.deliver_secret("b")
+    renewed, old = ((keys, theirs) for keys, theirs in zip(ours, (nodes.keys("b"), before), strict=True))
+    for end in greeted(*(renewed if listens else renewed[::-1])):
+        end.close()
+    with pytest.raises((ProtocolError, ConnectionError)):
+        greeted(*(old if listens else old[::-1]))
 
 
 def test_a_machine_without_a_workers_key_is_no_rank(nodes: NodeFolder, tmp_path: Path) -> None:
@@ -192,3 +225,101 @@ def test_the_end_of_the_other_process_is_seen() -> None:
 def test_endpoints_have_a_host_and_a_port() -> None:
     assert host_and_port("tcp://10.0.0.1:9100") == ("10.0.0.1", 9100)
     assert host_and_port("tcp://[fe80::1]:9100") == ("fe80::1", 9100)
+
+
+@dataclass
+class Greeted:
+    """A door, and what has come of those who connected to it."""
+
+    door: RankDoor
+    address: tuple[str, int]
+    refused: list[str]
+    callers: list[Caller] = field(default_factory=list[Caller])
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Greet until it is true."""
+        until = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < until, "it did not come true"
+            select.select(self.door.descriptors, [], [], 0.05)
+            self.callers += self.door.callers()
+
+    def stranger(self, host: str = "127.0.0.1") -> socket.socket:
+        """One that connects from that address and says nothing, once it is greeted."""
+        before = len(self.door._greetings), len(self.refused)
+        sock = socket.create_connection(self.address, PATIENCE_S, source_address=(host, 0))
+        self.wait_for(lambda: (len(self.door._greetings), len(self.refused)) != before)
+        return sock
+
+
+@pytest.fixture
+def greeting() -> Iterator[Greeted]:
+    refused: list[str] = []
+    with (
+        closing(listen_for_ranks("127.0.0.1", 0)) as listening,
+        RankDoor(listening, KEYS, lambda host, why: refused.append(f"{host}: {why}")) as door,
+    ):
+        greeted = Greeted(door, listening.getsockname(), refused)
+        yield greeted
+        for caller in greeted.callers:
+            caller.link.close()
+    assert not greeting_threads()
+
+
+def greeting_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("greet ")]
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.settimeout(0.0)
+    try:
+        return sock.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
+def test_one_that_says_nothing_keeps_no_other_waiting(greeting: Greeted) -> None:
+    with closing(greeting.stranger()) as stranger:
+        connecting = InThread(lambda: connect_rank(*greeting.address, KEYS))
+        greeting.wait_for(lambda: len(greeting.door._greetings) == 2)
+        with closing(connecting.result()) as link:
+            link.send(b"hello")
+            greeting.wait_for(lambda: bool(greeting.callers))
+            assert is_open(stranger)
+            (caller,) = greeting.callers
+            assert (caller.host, caller.first) == ("127.0.0.1", b"hello")
+            link.send(b"more")
+            assert caller.link.recv() == b"more"
+
+
+def test_the_oldest_that_is_silent_makes_room_for_another(greeting: Greeted) -> None:
+    connecting = InThread(lambda: connect_rank(*greeting.address, KEYS))
+    greeting.wait_for(lambda: any(each.proven for each in greeting.door._greetings))
+    with ExitStack() as stack:
+        link = stack.enter_context(closing(connecting.result()))
+        strangers = [stack.enter_context(closing(greeting.stranger())) for _ in range(MAX_GREETED + 3)]
+        assert [is_open(stranger) for stranger in strangers] == [False] * 4 + [True] * (MAX_GREETED - 1)
+        assert len(greeting_threads()) == MAX_GREETED
+        link.send(b"from one that has proven its keys")
+        greeting.wait_for(lambda: bool(greeting.callers))
+    assert len(greeting.refused) == 4
+
+
+def test_many_from_one_address_do_not_displace_one_from_another(greeting: Greeted) -> None:
+    with ExitStack() as stack:
+        slow = stack.enter_context(closing(greeting.stranger("127.0.0.1")))
+        crowd = [stack.enter_context(closing(greeting.stranger("127.0.0.2"))) for _ in range(2 * MAX_GREETED)]
+        assert is_open(slow)
+        assert sum(is_open(one) for one in crowd) == MAX_GREETED - 1
+
+
+def test_one_that_proves_its_keys_and_says_nothing_more_is_let_go(
+    greeting: Greeted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_link, "SILENCE_S", 1)
+    connecting = InThread(lambda: connect_rank(*greeting.address, KEYS))
+    greeting.wait_for(lambda: any(each.proven for each in greeting.door._greetings))
+    with closing(connecting.result()) as link:
+        greeting.wait_for(lambda: bool(greeting.refused))
+        with pytest.raises(ConnectionError):
+            link.recv()
