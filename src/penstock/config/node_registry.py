@@ -110,7 +110,7 @@ class NodeRegistry:
 
     @cached_property
     def accepted_names(self) -> frozenset[str]:
-        """Of the nodes that are not revoked."""
+        """Names of the nodes that are not revoked."""
         return frozenset(node.name for node in self.file.nodes if not node.revoked)
 
     @cached_property

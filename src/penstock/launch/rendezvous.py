@@ -36,7 +36,7 @@ from penstock.launch.remote_workers import FIRST_NOTE_S, WAITING_NOTE_S
 from penstock.types import PAGE_TOKENS
 from penstock.wire.gateway_messages import RankReport
 from penstock.wire.node_keys import HostKeys, NodeKeys
-from penstock.wire.rank_link import SILENCE_S, Caller, RankDoor, RankLink, connect_rank
+from penstock.wire.rank_link import SILENCE_S, RankCaller, RankLink, RankListener, connect_rank
 from penstock.wire.rendezvous_messages import (
     TOKEN_BYTES,
     LinkHello,
@@ -138,24 +138,24 @@ class Rendezvous:
     def lead(self, own: NodeHello, max_model_len: int) -> NodeWelcome:
         """Wait until all machines are there.  ``own``: what machine 0 has.  Raises GroupError if one goes then."""
         try:
-            with RankDoor(self.listening[self.nodes.mesh.leader], self.nodes.keys, _not_admitted) as door:
-                self._gather(door, own, max_model_len)
+            with RankListener(self.listening[self.nodes.mesh.leader], self.nodes.keys, _not_admitted) as listener:
+                self._gather(listener, own, max_model_len)
             return self._welcome(own)
         finally:
             for link, _ in self._joined.values():
                 link.close()
             self._joined.clear()
 
-    def _gather(self, door: RankDoor, own: NodeHello, max_model_len: int) -> None:
+    def _gather(self, listener: RankListener, own: NodeHello, max_model_len: int) -> None:
         begun = time.monotonic()
         while missing := self._missing():
             self._note("waiting for machine %s of this worker", ", ".join(map(str, missing)), begun)
             links = {link.fileno(): node for node, (link, _) in self._joined.items()}
-            ready, _, _ = select.select([*door.descriptors, *links], [], [], BEAT_S)
+            ready, _, _ = select.select([*listener.descriptors, *links], [], [], BEAT_S)
             self.beat()
             for descriptor in links.keys() & ready:
                 self._joined.pop(links[descriptor])[0].close()  # it says nothing before it is welcome, so it is gone
-            for caller in door.callers():
+            for caller in listener.callers():
                 self._admit(caller, own, max_model_len)
 
     def _welcome(self, own: NodeHello) -> NodeWelcome:
@@ -204,8 +204,8 @@ class Rendezvous:
                 links[other] = self._connected(structs.replace(own, to=other), welcome)
                 self.beat()
             if peers - links.keys():
-                with RankDoor(self.listening[rank], self.nodes.keys, _not_admitted) as door:
-                    self._accept(door, own, links, deadline)
+                with RankListener(self.listening[rank], self.nodes.keys, _not_admitted) as listener:
+                    self._accept(listener, own, links, deadline)
         except BaseException:
             for link, _ in links.values():
                 link.close()
@@ -213,7 +213,7 @@ class Rendezvous:
         return links
 
     def _accept(
-        self, door: RankDoor, own: LinkHello, links: dict[int, tuple[RankLink, RankReport]], deadline: float
+        self, listener: RankListener, own: LinkHello, links: dict[int, tuple[RankLink, RankReport]], deadline: float
     ) -> None:
         """Add to ``links`` until none is missing.  Raises GroupError after ``deadline``."""
         peers = set(self.nodes.peers(own.rank))
@@ -221,8 +221,8 @@ class Rendezvous:
             self.beat()
             if time.monotonic() > deadline:
                 raise GroupError(f"rank {min(missing)} did not connect within {LINKS_S:g} s")
-            select.select(door.descriptors, [], [], BEAT_S)
-            for caller in door.callers():
+            select.select(listener.descriptors, [], [], BEAT_S)
+            for caller in listener.callers():
                 theirs = self._accepted(caller, own, peers - links.keys())
                 if theirs is not None:
                     links[theirs.rank] = caller.link, theirs.report
@@ -242,7 +242,7 @@ class Rendezvous:
             self._noted = now
             log.warning(text, what)
 
-    def _admit(self, caller: Caller, own: NodeHello, max_model_len: int) -> None:
+    def _admit(self, caller: RankCaller, own: NodeHello, max_model_len: int) -> None:
         link, host = caller.link, caller.host
         try:
             hello = decode_as(caller.first, NodeHello)
@@ -320,7 +320,7 @@ class Rendezvous:
             raise GroupError(f"rank {own.rank} cannot connect to rank {own.to}: {error}") from error
         return link, hello.report
 
-    def _accepted(self, caller: Caller, own: LinkHello, missing: set[int]) -> LinkHello | None:
+    def _accepted(self, caller: RankCaller, own: LinkHello, missing: set[int]) -> LinkHello | None:
         """What a caller says, if it is one of the missing ranks; else it is turned away."""
         try:
             hello = decode_as(caller.first, LinkHello)

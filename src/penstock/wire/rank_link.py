@@ -17,7 +17,7 @@ the patterns of https://noiseprotocol.org).  A record is numbered by its nonce: 
 ends the connection, and none is made again by itself.
 
 Files of nodes' keys are looked at for each connection, so one that is made after a change goes by what holds then.
-``RankDoor`` greets many callers at once: one that says nothing keeps no other waiting.
+``RankListener`` greets many callers at once: one that says nothing keeps no other waiting.
 
 Knows nothing about what records say.
 """
@@ -52,7 +52,7 @@ SILENCE_S = 4
 """Who says nothing for so long is taken to be gone: each end says something more often than that."""
 
 MAX_GREETED = 16
-"""Callers that a ``RankDoor`` greets at once.  For one more it closes the connection of one that is still silent."""
+"""Callers that a ``RankListener`` greets at once.  For one more it closes the connection of one that is still silent."""
 
 RECORD_BYTES = 1 << 18
 """The most bytes of one record: what is large goes as several, so that it is encrypted, sent and decrypted at once."""
@@ -153,7 +153,7 @@ def listen_for_ranks(host: str, port: int) -> socket.socket:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RankCaller:
     """One that has the keys, from which address it has connected, and the first record that it sent."""
 
     link: RankLink
@@ -163,17 +163,17 @@ class Caller:
 
 @dataclass(eq=False, slots=True)
 class _Greeting:
-    """A caller that is greeted.  ``sock`` is the door's, to end the connection; the thread has a descriptor of its
+    """A caller that is greeted.  ``sock`` is the listener's, to end the connection; the thread has a descriptor of its
     own."""
 
     sock: socket.socket
     host: str
     thread: threading.Thread = field(init=False)
     proven: bool = False
-    outcome: Caller | Exception = field(default_factory=lambda: ConnectionError("it was not greeted to the end"))
+    outcome: RankCaller | Exception = field(default_factory=lambda: ConnectionError("it was not greeted to the end"))
 
 
-class RankDoor:
+class RankListener:
     """Greets those who connect to a listening socket, each in a short-lived thread: none keeps another waiting.
 
     One thread calls its methods.  Leaving its context ends all threads, and closes connections that were not taken.
@@ -189,14 +189,14 @@ class RankDoor:
         self._over = queue.SimpleQueue[_Greeting]()
         self._any_over = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def __enter__(self) -> RankDoor:
+    def __enter__(self) -> RankListener:
         return self
 
     def __exit__(self, *error: object) -> None:
         for greeting in self._greetings:
             _interrupt(greeting)
             greeting.sock.close()
-            if isinstance(greeting.outcome, Caller):
+            if isinstance(greeting.outcome, RankCaller):
                 greeting.outcome.link.close()
         self._greetings.clear()
         os.close(self._any_over)
@@ -206,8 +206,8 @@ class RankDoor:
         """When one of them can be read, ``callers`` has something to do."""
         return self._listening.fileno(), self._any_over
 
-    def callers(self) -> Iterator[Caller]:
-        """Those who have been greeted since the last call.  Waits for nothing."""
+    def callers(self) -> Iterator[RankCaller]:
+        """Those who have been greeted since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._any_over)
         self._accept()
@@ -216,7 +216,7 @@ class RankDoor:
             if greeting not in self._greetings:
                 continue  # another one took its place
             self._forget(greeting)
-            if isinstance(greeting.outcome, Caller):
+            if isinstance(greeting.outcome, RankCaller):
                 yield greeting.outcome
             else:
                 self._on_refused(greeting.host, greeting.outcome)
@@ -245,7 +245,7 @@ class RankDoor:
         last = min(self._greetings, key=lambda each: (each.proven, greets(each.thread), -crowd[each.host]))
         _interrupt(last)
         self._forget(last)
-        if isinstance(last.outcome, Caller):  # it was ready meanwhile
+        if isinstance(last.outcome, RankCaller):  # it was ready meanwhile
             last.outcome.link.close()
         self._on_refused(last.host, ConnectionError(f"it was silent, and more than {MAX_GREETED} wait to be greeted"))
 
@@ -263,7 +263,7 @@ class RankDoor:
             except BaseException:
                 link.close()
                 raise
-            greeting.outcome = Caller(link, greeting.host, first)
+            greeting.outcome = RankCaller(link, greeting.host, first)
         except (OSError, ProtocolError) as error:
             greeting.outcome = error
         finally:

@@ -23,9 +23,9 @@ from penstock.wire.node_keys import HostKeys, NodeKeys
 from penstock.wire.rank_link import (
     MAX_GREETED,
     RECORD_BYTES,
-    Caller,
-    RankDoor,
+    RankCaller,
     RankLink,
+    RankListener,
     accept_rank,
     connect_rank,
     listen_for_ranks,
@@ -231,10 +231,10 @@ def test_endpoints_have_a_host_and_a_port() -> None:
 class Greeted:
     """A door, and what has come of those who connected to it."""
 
-    door: RankDoor
+    door: RankListener
     address: tuple[str, int]
     refused: list[str]
-    callers: list[Caller] = field(default_factory=list[Caller])
+    callers: list[RankCaller] = field(default_factory=list[RankCaller])
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Greet until it is true."""
@@ -257,7 +257,7 @@ def greeting() -> Iterator[Greeted]:
     refused: list[str] = []
     with (
         closing(listen_for_ranks("127.0.0.1", 0)) as listening,
-        RankDoor(listening, KEYS, lambda host, why: refused.append(f"{host}: {why}")) as door,
+        RankListener(listening, KEYS, lambda host, why: refused.append(f"{host}: {why}")) as door,
     ):
         greeted = Greeted(door, listening.getsockname(), refused)
         yield greeted
