@@ -52,7 +52,7 @@ SILENCE_S = 4
 """Who says nothing for so long is taken to be gone: each end says something more often than that."""
 
 MAX_GREETED = 16
-"""Callers that a ``RankListener`` greets at once.  For one more it closes the connection of one that is still silent."""
+"""Callers that a ``RankListener`` greets at once.  One more takes the place of one that is still silent."""
 
 RECORD_BYTES = 1 << 18
 """The most bytes of one record: what is large goes as several, so that it is encrypted, sent and decrypted at once."""
@@ -207,7 +207,7 @@ class RankListener:
         return self._listening.fileno(), self._any_over
 
     def callers(self) -> Iterator[RankCaller]:
-        """Those who have been greeted since the last call."""
+        """Callers that have been greeted since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._any_over)
         self._accept()
