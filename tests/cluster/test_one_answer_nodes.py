@@ -52,7 +52,7 @@ GUESSING = {("split on both nodes", "chunk-16"): "head", ("aggregated", "whole")
 """How workers of these topologies and chunk sizes guess tokens ahead."""
 
 CACHED = 1000
-"""Prompt tokens, of some 7,700, that a pass finds at least of an earlier one, where there is room for all of them."""
+"""Prompt tokens, of 6,843, that a pass finds at least of an earlier one, where there is room for all of them."""
 
 CELLS = [
     pytest.param("split on both nodes", "whole", "roomy", id="in short"),
