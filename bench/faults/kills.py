@@ -20,7 +20,8 @@ from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, histogram, together
 from cluster.chaos import Record, client_loop
 from cluster.server import PenstockServer
 from cluster.streams import Answer, all_answers, make_client
-from cluster.two_nodes import NodePair, two_nodes
+from cluster.two_nodes import AGGREGATED, NodePair, Workers, two_nodes
+from cluster.two_nodes import SPLIT as SPLIT_NODE
 from cluster.varied import in_every_api, varied_conversations, varied_requests
 from vision_models import image_part, write_vision_model
 
@@ -36,9 +37,18 @@ PART = 48
 SPLIT = ("--prefill", "2", "--decode", "2", "--gateways", "2")
 TOGETHER = ("--aggregated", "--gateways", "2")
 RANKS = ("--prefill-parallel", "tp2,pp2", "--decode", "2", "--decode-parallel", "tp2", "--gateways", "2")
+GROUP_PLAN = "pp2"
 KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", NO_BLOW)
 
 Work = list[tuple[dict[str, Any], Answer]]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Two nodes of a fleet file, with a gateway each."""
+
+    workers: Workers  # of each of them
+    group: str = ""  # how the ranks of one more worker, which is on both, divide the model
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Part:
     flags: tuple[str, ...]
     targets: tuple[str, ...]
     blows: int
-    nodes: bool = False  # two nodes of a fleet, with a gateway each
+    nodes: Nodes | None = None  # instead of one service with these flags
 
     def run(self) -> Toll:
         """The same blows each time."""
@@ -59,8 +69,12 @@ class Part:
         try:
             if self.targets == ("encode",):
                 _images(toll, blows)
-            elif self.nodes:
-                with tempfile.TemporaryDirectory() as folder, two_nodes(Path(folder)) as pair:
+            elif self.nodes is not None:
+                of = self.nodes
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    two_nodes(Path(folder), workers=of.workers, group=of.group) as pair,
+                ):
                     asyncio.run(_struck(pair, pair.urls, toll, blows, dice))
                     _note_what_is_left(pair, toll, self.name)
             else:
@@ -85,6 +99,23 @@ def parts(blows: int) -> list[Part]:
     return [Part(f"{number}: {name}", *rest) for number, (name, *rest) in enumerate(told)]
 
 
+def node_parts(blows: int) -> list[Part]:
+    """Shares as in ``parts``: most blows upon a split fleet, the others upon workers of both phases, one on each node,
+    alone and with one more whose ranks are on both nodes."""
+    group, aggregated = (max(1, round(share * blows)) for share in (0.1, 0.15))
+    split = blows - group - aggregated
+    fleets = [
+        ("nodes", Nodes(SPLIT_NODE), ("prefill", "decode", "gateway"), min(PART, split - at))
+        for at in range(0, split, PART)
+    ]
+    fleets.append(("nodes with a group", Nodes(AGGREGATED, GROUP_PLAN), ("rank", "both", "gateway"), group))
+    fleets.append(("nodes together", Nodes(AGGREGATED), ("both", "gateway"), aggregated))
+    return [
+        Part(f"{number}: {name}", (), targets, count, nodes)
+        for number, (name, nodes, targets, count) in enumerate(fleets)
+    ]
+
+
 def f1(budget: Budget) -> Result:
     """Kills and stops over all targets and points."""
     blows = budget.count(BLOWS, least=6)
@@ -95,17 +126,13 @@ def f1(budget: Budget) -> Result:
 def f13(budget: Budget) -> Result:
     """F1 over two nodes with a gateway each; clients go on at either gateway."""
     blows = budget.count(NODE_BLOWS, least=6)
-    targets = ("prefill", "decode", "gateway")
-    planned = [
-        Part(f"{at // PART}: nodes", (), targets, min(PART, blows - at), nodes=True) for at in range(0, blows, PART)
-    ]
     what = "F1 with two nodes and a gateway on each"
-    return _all_parts("F13", what, planned, budget, touched=budget.count(NODE_TOUCHED))
+    return _all_parts("F13", what, node_parts(blows), budget, touched=budget.count(NODE_TOUCHED))
 
 
 def _all_parts(name: str, what: str, planned: list[Part], budget: Budget, *, touched: int) -> Result:
     blows = sum(part.blows for part in planned)
-    kept = Parts(budget.resume, f"{name}, {blows} blows")
+    kept = Parts(budget.resume, f"{name}, {blows} blows in {len(planned)} parts")
     tolls = []
     for part in planned:
         toll = kept.get(part.name)

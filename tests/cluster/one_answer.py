@@ -32,6 +32,9 @@ TRUSTING = "[failover]\nsilence_s = 60.0\nstill_s = 60.0\n"
 CROWDS = 6
 """How often the crowd comes at most."""
 
+GUESSES = 4
+"""How often the crowd comes one by one at most, until a draft token was right."""
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -155,6 +158,18 @@ def crowd_until_somebody_gives_way(server: PenstockServer, plain: Plain, where: 
         server.wait_idle()
         if server.metrics()["penstock:num_preemptions_total"] > 0:
             return
+
+
+def guess_until_some_are_right(server: PenstockServer, plain: Plain) -> None:
+    """First and alone: a full batch has no time for drafts, and guessing that was seldom right is switched off."""
+    for number in range(GUESSES):
+        answers = asyncio.run(all_answers(server.url, plain.crowd_bodies, together=False))
+        compare(answers, plain.crowd, f"guess {number}")
+        metrics = server.metrics()
+        drafts, right = (metrics[f"penstock:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+        if 0 < right < drafts:
+            return
+    raise AssertionError(f"{right:g} of {drafts:g} draft tokens were right in {GUESSES} rounds")
 
 
 def assert_it_took_place(server: PenstockServer, *, split: bool, tight: bool) -> None:

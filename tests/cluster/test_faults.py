@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,19 +20,19 @@ BARS_OF_SPEED = {
     "F4": ("answers take",),
     "F5": ("waited for", "others are harmed"),
     "F13": ("too few", "stall after"),
-    "F14": ("stall p99", "nothing was hit"),
+    "F14": ("stall p99", ": nothing was hit$"),
     "L1": ("goodput",),
     "L6": ("others are slowed",),
     "L7": ("hedges cost too much",),
 }
-"""How the checks are called that a busy machine fails: F2's has a tick to spare, F4's is of a quick one, which loses
-more by a slow link, and F14's one of few streams, none of which may have a request at the node that is lost."""
+"""Regular expressions for the checks that a busy machine fails: F2's has a tick to spare, F4's is of a quick one, which
+loses more by a slow link, and F14's one of few streams, none of which may have a request at the node that is lost."""
 
 
 def serious(name: str, why: str) -> list[str]:
     """Those of the broken checks that no machine is an excuse for."""
     slow = BARS_OF_SPEED.get(name, ())
-    return [check for check in why.split("; ") if check and not any(words in check for words in slow)]
+    return [check for check in why.split("; ") if check and not any(re.search(words, check) for words in slow)]
 
 
 def test_slowness_alone_is_forgiven() -> None:
@@ -39,6 +40,9 @@ def test_slowness_alone_is_forgiven() -> None:
     assert serious("F1", "stall after SIGKILL; answers differ or failed: ['x']") == ["answers differ or failed: ['x']"]
     assert serious("F13", "stall after SIGKILL; stall after SIGSTOP") == []
     assert serious("F14", "killed, half: stall p99 2.43 s; killed, half: 1 differ") == ["killed, half: 1 differ"]
+    assert serious("F14", "cut off, half: nothing was hit; killed, half: nothing was hit by the return") == [
+        "killed, half: nothing was hit by the return"
+    ]
     assert serious("F5", "slow: waited for; slow: 3 answers differ; pages leaked") == [
         "slow: 3 answers differ",
         "pages leaked",

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from bench.peers.checkpoint import write_checkpoint
+from bench.peers.places import SHAPES
+from bench.peers.processes import memory_bytes
 
 from penstock.config.fleet_file import PORTS_A_WORKER, read_fleet_file
 from penstock.wire.curve_keys import CurveKeys
@@ -295,6 +298,41 @@ def test_a_request_that_crashes_workers_of_both_nodes_is_tried_by_no_gateway(tmp
             assert complete(node, POISON | {"seed": 2}) == (422, "poison_request")
             assert complete(node, POISON | {"prompt": "Once", "max_tokens": 4}) == (200, "")
         assert {row["pid"] for row in fleet.a.workers()} == pids
+
+
+@contextmanager
+def alone(folder: Path, model: Path, workers: int) -> Iterator[PenstockNode]:
+    """Node a without a node b, with a model of its own."""
+    file, (http, _) = write_fleet(folder, f'{{ role = "both", count = {workers} }}')
+    text, _, _ = file.read_text().partition('\n[[nodes]]\nname = "b"')
+    file.write_text(text.replace("\n[settings]", f'model = "{model}"\n\n[settings]', 1))
+    with PenstockNode(file, "a", http) as node:
+        node.wait_for(lambda: len(node.workers()) == workers, PATIENCE_S, "whole")
+        node.wait_all_ready()
+        yield node
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_workers_of_a_node_share_one_copy_of_the_weights(tmp_path: Path) -> None:
+    """Of 194 MB: what two workers more take besides KV pages is less than one copy."""
+    model = tmp_path / "model"
+    write_checkpoint(model, SHAPES["100m"], 1, lambda *_: None)
+    weights = (model / "model.safetensors").stat().st_size
+    held: dict[int, int] = {}
+    for workers in (1, 3):
+        folder = tmp_path / f"{workers} workers"
+        folder.mkdir()
+        with alone(folder, model, workers) as node:
+            body = {"model": "model", "prompt": list(range(100, 400)), "max_tokens": 32, "ignore_eos": True}
+            bodies = [body | {"cache_salt": str(number)} for number in range(4 * workers)]
+            asyncio.run(all_answers(node.url, bodies, together=True))
+            node.wait_for(lambda node=node: all(row["steps"] for row in node.workers()), PATIENCE_S, "all at work")  # type: ignore[misc]
+            memory = memory_bytes(node.pid)
+            held[workers] = memory["pss"] - memory["pss_shared_memory"]
+    print(f"\nweights {weights / 1e6:.0f} MB, PSS without KV pages by workers: {held}")
+    assert held[1] > weights
+    assert held[3] - held[1] < weights
 
 
 def complete(node: PenstockServer, body: dict[str, object]) -> tuple[int, str]:

@@ -31,6 +31,7 @@ from .one_answer import (
     assert_it_took_place,
     compare,
     crowd_until_somebody_gives_way,
+    guess_until_some_are_right,
 )
 from .server import PATIENCE_S, PenstockServer, PenstockWorker
 from .streams import all_answers
@@ -56,9 +57,6 @@ DEFAULT_CELLS: dict[tuple[str, str, str], Rounds] = {  # a kill amid many surely
 
 GUESSING = {("split-shm", "chunk-16"): "head", ("aggregated", "chunk-16"): "lookup", ("split-tcp", "whole"): "head"}
 """How workers of these topologies and chunk sizes guess tokens ahead; the plain answers come from one that does not."""
-
-GUESSES = 4
-"""How often the crowd comes one by one at most, until a draft token was right."""
 
 CELLS = [
     *(pytest.param(*cell, rounds, id="-".join(cell)) for cell, rounds in DEFAULT_CELLS.items()),
@@ -139,18 +137,6 @@ def _local_prefill(server: PenstockServer) -> dict[str, bool]:
 
 def _prompt_tokens(server: PenstockServer) -> dict[str, int]:
     return {worker["id"]: worker["prompt_tokens_computed"] for worker in server.workers()}
-
-
-def guess_until_some_are_right(server: PenstockServer, plain: Plain) -> None:
-    """First and alone: a full batch has no time for drafts, and guessing that was seldom right is switched off."""
-    for number in range(GUESSES):
-        answers = asyncio.run(all_answers(server.url, plain.crowd_bodies, together=False))
-        compare(answers, plain.crowd, f"guess {number}")
-        metrics = server.metrics()
-        drafts, right = (metrics[f"penstock:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
-        if 0 < right < drafts:
-            return
-    raise AssertionError(f"{right:g} of {drafts:g} draft tokens were right in {GUESSES} rounds")
 
 
 def test_the_bodies_cross_every_threshold():

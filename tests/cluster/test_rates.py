@@ -101,7 +101,6 @@ def test_four_hosts_whose_redis_is_killed_admit_at_most_a_tenth_more_than_the_ra
     No request is refused for want of the Redis, and at no time do hosts admit without a limit.
     """
     pytest.importorskip("redis", reason="the extra redis is not installed")
-    pytest.importorskip("redis", reason="the extra redis is not installed")
     minute = minute_with_redis(tmp_path, unit)
     print(f"\n{minute}")
     assert 0.8 <= minute.ratio <= 1.1

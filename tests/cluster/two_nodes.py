@@ -43,6 +43,12 @@ workers = [{workers}]
 settings = {{ {settings} }}
 """
 
+GROUP = """
+[[groups]]
+nodes = [{nodes}]
+group = "{group}"
+"""
+
 PORTS_A_WORKER = 2
 
 
@@ -113,11 +119,13 @@ class NodePair:
 
 
 def write_nodes(
-    folder: Path, workers: Mapping[str, Workers], settings: str, of_node: Mapping[str, str]
+    folder: Path, workers: Mapping[str, Workers], settings: str, of_node: Mapping[str, str], group: str = ""
 ) -> tuple[Path, dict[str, int]]:
     """The fleet file, and the ports of the gateways."""
     keys = NodeFolder(folder, **dict.fromkeys(workers, "gateway,worker,operator"))
     counts = {name: sum(count for _, count in groups) for name, groups in workers.items()}
+    if group:
+        counts[next(iter(workers))] += 1  # gateways reach it at the first of its nodes
     ports = itertools.accumulate(counts.values(), lambda port, count: port + PORTS_A_WORKER * count,
                                  initial=free_ports(PORTS_A_WORKER * sum(counts.values())))  # fmt: skip
     http = {name: free_port() for name in workers}
@@ -126,6 +134,8 @@ def write_nodes(
         listed = ", ".join(f'{{ role = "{role}", count = {count} }}' for role, count in groups)
         own = of_node.get(name, "")
         parts.append(NODE.format(name=name, http=http[name], port=port, workers=listed, settings=own))
+    if group:
+        parts.append(GROUP.format(nodes=", ".join(f'"{name}"' for name in workers), group=group))
     file = folder / "fleet.toml"
     file.write_text("".join(parts))
     return file, http
@@ -136,6 +146,7 @@ def two_nodes(
     folder: Path,
     *,
     workers: Workers | Mapping[str, Workers] = SPLIT,
+    group: str = "",
     settings: str = 'kv_memory = "64MiB"',
     of_node: Mapping[str, str] | None = None,
     launchers: Mapping[str, Sequence[str]] | None = None,
@@ -143,14 +154,17 @@ def two_nodes(
 ) -> Iterator[NodePair]:
     """Both, ready.  At the end they must end with 0 and leave nothing.
 
+    ``group``: how the ranks of one more worker, which is on both nodes, divide the model, as "pp2"; empty: none.
     ``settings``: TOML of [settings]; ``of_node``: settings of a node, as members of an inline table; ``launchers`` and
     ``environs``: words before a node's command, and its environment.
     """
-    groups = workers if isinstance(workers, Mapping) else dict.fromkeys("ab", workers)
-    file, http = write_nodes(folder, groups, settings, of_node or {})
-    number = sum(count for group in groups.values() for _, count in group)
+    of_nodes = workers if isinstance(workers, Mapping) else dict.fromkeys("ab", workers)
+    file, http = write_nodes(folder, of_nodes, settings, of_node or {}, group)
+    number = sum(count for own in of_nodes.values() for _, count in own) + bool(group)
     with ExitStack() as stack:
-        pair = NodePair(*(PenstockNode(file, name, http[name], environ=(environs or {}).get(name)) for name in groups))
+        pair = NodePair(
+            *(PenstockNode(file, name, http[name], environ=(environs or {}).get(name)) for name in of_nodes)
+        )
         for node in pair.nodes:  # side by side: each waits for the other's workers
             node.launcher = list((launchers or {}).get(node.name, ()))
             node.start()

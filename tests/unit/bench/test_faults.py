@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -41,11 +42,17 @@ def test_blows_are_spread_over_targets_and_points():
 
 def test_parts_have_all_blows_and_those_that_are_done_are_kept(tmp_path: Path):
     path = tmp_path / "parts.json"
-    for blows in (6, 320):
-        planned = kills.parts(blows)
+    for blows, parts in itertools.product((6, 96, 320), (kills.parts, kills.node_parts)):
+        planned = parts(blows)
         assert sum(part.blows for part in planned) == blows
         assert max(part.blows for part in planned) <= kills.PART
         assert len({part.name for part in planned}) == len(planned)
+    split, *_, group, aggregated = kills.node_parts(96)
+    assert [part.nodes for part in (split, group, aggregated)] == [
+        kills.Nodes((("prefill", 1), ("decode", 1))),
+        kills.Nodes((("both", 1),), "pp2"),
+        kills.Nodes((("both", 1),)),
+    ]
     done = Toll(blows=Counter(decode=2), touched=3, wrong=["TimeoutError: x"], load=2.5)
     done.stalls.append(Stall(0.25, "SIGKILL", "decode", served=True, begun=False))
     Parts(path, "F1, 6 blows").put("0: split", done)
