@@ -11,8 +11,9 @@ seconds, once with requests a minute and once with tokens a minute:
 
 Bar: what is admitted is at most 1.1 of the rate, over the 60 s.
 
-- ``poison``: each of four requests is asked for at another gateway first, until it has failed, and then at all of them
-  with other keys and seeds.  The worker that has it gets SIGSEGV each time.  Bar: a request ends two workers in all.
+- ``poison``: each of four requests is asked for at another gateway first, until it has failed, and, when all gateways
+  have the worker that comes next, at each of them with another key and seed.  The worker that has it gets SIGSEGV each
+  time.  Bar: a request ends two workers in all.
 - ``metering``: requests with idempotency keys, each sent to all gateways: one after the other, from each gateway on,
   and at all at once.  Bar: no token is counted twice for the tenant, and none is left out.
 

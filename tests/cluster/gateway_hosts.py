@@ -18,7 +18,7 @@ from penstock.config.api_keys import TenantEntry
 from penstock.wire.curve_keys import CurveKeys
 
 from .rated_hosts import key_file
-from .server import PATIENCE_S, PenstockServer, PenstockWorker
+from .server import MOST_OUT_S, PATIENCE_S, PenstockServer, PenstockWorker
 
 TOKENS = 64
 LONG = 1800
@@ -55,6 +55,15 @@ class Hosts:
             timeout=120,
             trust_env=False,
         )
+
+    def wait_same_worker(self) -> None:
+        """Until every gateway has joined the process that the one worker now has; that tells them of verdicts."""
+
+        def same() -> bool:
+            rows = [row for server in self.servers for row in server.workers()]
+            return len({row["pid"] for row in rows}) == 1 and all(row["state"] == "ready" for row in rows)
+
+        self.servers[0].wait_for(same, MOST_OUT_S, "the same worker")
 
     def usage(self, number: int) -> dict[str, float]:
         """What one of the hosts has counted for tenants, and in all."""
@@ -202,7 +211,11 @@ class Ending:
 
 
 def end_workers(hosts: Hosts, first: int, prompt: str = POISON) -> Ending:
-    """Ask for this at one gateway until it has failed, and then at each with another key and another seed."""
+    """Ask for this at one gateway until it has failed, and then at each with another key and another seed.
+
+    Gateways hear of the verdict from the worker that comes next.  One that is asked before it has joined that worker
+    does not know it, and a third worker may end; so they are asked when all have.
+    """
     other, crashed = hosts.servers[(first + 1) % len(hosts.servers)], set[int]()
 
     def verdict(number: int, key: str, **fields: Any) -> tuple[int, str]:
@@ -221,8 +234,7 @@ def end_workers(hosts: Hosts, first: int, prompt: str = POISON) -> Ending:
             return error_code(asked.result())
 
     verdicts = [verdict(first, f"poison-{first}")]
-    for server in hosts.servers:
-        server.wait_all_ready()
+    hosts.wait_same_worker()
     verdicts += [verdict(number, f"again-{first}-{number}", seed=10 + number) for number in range(len(hosts.servers))]
     return Ending(len(crashed), verdicts)
 
