@@ -26,6 +26,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
+from bench.faults.result import NotHereError
 from bench.ray_nodes import scenes
 from bench.ray_nodes.rig import Rig
 from bench.scenes import Row, add_options, plot_seconds, print_head, rows_to_plot, save, selected
@@ -58,7 +59,12 @@ def main() -> int:
         print("PYTHONDONTWRITEBYTECODE is set: each process compiles what it imports, which takes it seconds")
     print_head()
     rows: list[Row] = []
-    with Rig(options.streams) as rig:
+    try:
+        rig = Rig(options.streams)
+    except NotHereError as missing:
+        print(f"nothing is measured: needs {missing}", file=sys.stderr)
+        return 1
+    with rig:
         for name in names:
             for row in SCENES[name](rig, options):
                 rows.append(row)

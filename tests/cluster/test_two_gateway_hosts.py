@@ -4,118 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 import penstock
-from penstock.config.api_keys import TenantEntry
-from penstock.wire.curve_keys import CurveKeys
 from tiny_adapters import write_adapter
 
-from .rated_hosts import hosts_of, key_file
-from .server import PATIENCE_S, PenstockServer, PenstockWorker
+from .gateway_hosts import LONG, TOKENS, Hosts, request_body, text_of
+from .rated_hosts import hosts_of
+from .server import PATIENCE_S, PenstockServer
 from .test_api_key_limits import add_key, begin_stream, code_of
 from .test_api_key_limits import ask as ask_one
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
-TOKENS = 64
-LONG = 1800
 SAVED_AFTER_S = 0.4
 """Of reading a stream until tokens of it are saved; a token is drawn in a millisecond."""
-
-_TENANT_TOKENS = re.compile(r'^penstock:tenant_tokens_total\{kind="(\w+)".*\} (\S+)$', re.MULTILINE)
-
-
-class Hosts:
-    """Services with a gateway each, and workers of which all know; keys of one tenant."""
-
-    def __init__(
-        self, stack: ExitStack, folder: Path, *more: str, config: str | None = None, services: int = 2, workers: int = 2
-    ) -> None:
-        CurveKeys.ephemeral().save(folder / "keys")
-        self.headers = key_file(folder / "api-keys.json", TenantEntry(requests_per_minute=6000))
-        keys = ["--keys", str(folder / "keys")]
-        names = [f"w-{number}" for number in range(workers)]
-        self.workers = [stack.enter_context(PenstockWorker([*keys, "--name", name])) for name in names]
-        joins = [word for worker in self.workers for word in ("--join", worker.endpoint)]
-        flags = [*keys, *joins, "--api-keys", str(folder / "api-keys.json"), "--api-key", "sk-of-the-test", *more]
-        self.servers = [
-            stack.enter_context(PenstockServer(flags, config=config, folder=folder)) for _ in range(services)
-        ]
-        for server in self.servers:
-            server.wait_for(lambda server=server: len(server.workers()) == workers, PATIENCE_S, "whole")  # type: ignore[misc]
-            server.wait_all_ready()
-
-    def ask(self, number: int, key: str, **fields: Any) -> httpx.Response:
-        """A completion from one of the hosts."""
-        return httpx.post(
-            f"{self.servers[number].url}/v1/completions",
-            json=request_body(**fields),
-            headers=self.headers | {"Idempotency-Key": key},
-            timeout=120,
-            trust_env=False,
-        )
-
-    def usage(self, number: int) -> dict[str, float]:
-        """What one of the hosts has counted for tenants, and in all."""
-        server = self.servers[number]
-        kinds: dict[str, float] = {}
-        for kind, value in _TENANT_TOKENS.findall(server.get("/metrics", **server.key_headers()).text):
-            kinds[kind] = kinds.get(kind, 0.0) + float(value)
-        metrics = server.metrics()
-        return kinds | {
-            "requests": metrics["penstock:tenant_requests_total"],
-            "generated": metrics["penstock:generation_tokens_total"],
-            "prompts": metrics["penstock:prompt_tokens_total"],
-            "replayed": metrics["penstock:idempotent_replayed_tokens_total"],
-        }
-
-    def wait_usage(self, **wanted: float) -> list[dict[str, float]]:
-        """Once all hosts have counted this in sum; usage is counted some moments after a response has ended."""
-        found: list[dict[str, float]] = []
-
-        def counted() -> bool:
-            found[:] = [self.usage(number) for number in range(len(self.servers))]
-            return {name: sum(each[name] for each in found) for name in wanted} == wanted
-
-        try:
-            self.servers[0].wait_for(counted, PATIENCE_S, "counted")
-        except AssertionError:
-            raise AssertionError(f"not {wanted}: {found}") from None
-        return found
-
-
-def request_body(max_tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
-    return {
-        "model": "storyteller",
-        "prompt": "Once upon a time",
-        "max_tokens": max_tokens,
-        "seed": 3,
-        "ignore_eos": True,
-        **fields,
-    }
 
 
 @contextmanager
 def two_hosts(folder: Path, *flags: str, config: str | None = None) -> Iterator[Hosts]:
     with ExitStack() as stack:
         yield Hosts(stack, folder, *flags, config=config)
-
-
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    text = answer.json()["choices"][0]["text"]
-    assert isinstance(text, str)
-    return text
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ QUICK = {
     "compression": "--outputs 64 --inputs 256 --rows 1 --rounds 1",
     "grammar": "--answers 1 --rounds 1",
     "kernels": "--outputs 64 --inputs 256 --rows 1 --seconds 0.01",
+    "manifests": "--only kubernetes --fleets 2",
     "plans": f"--model {STORY} --rows 1 --chunks 16 --steps 2 --minutes 0.1",
     "quantized_entropy": "",
     "ranks": f"--model {STORY} --systems '2 replicas,tp2,pp2' --rows 1 --steps 2 --minutes 0.05",
@@ -54,8 +55,9 @@ SERVED = {
 """What starts services."""
 
 BY_HAND = {"simulations", "reality", "rates", "members", "heads"}
-"""``simulations`` takes traces, ``heads`` trains, the others take minutes; ``test_rates.py``, ``test_members_load.py``
-and ``test_ray.py`` of ``tests/cluster`` do what ``rates`` and ``members`` do."""
+"""``simulations`` takes traces, ``heads`` trains, the others take minutes; of ``tests/cluster`` ``test_rates.py``,
+``test_four_gateways.py``, ``test_members_load.py`` and ``test_ray.py`` do what ``rates`` and ``members`` do, and
+``test_manifests.py`` what ``manifests`` does with processes."""
 
 FOLDERS_BY_HAND = {"gateway", "gpu", "peers", "ray_nodes"}
 """They need minutes, a GPU, other systems, or a Ray cluster: its scenes are those of ``tests/cluster/test_ray.py``."""
@@ -110,7 +112,7 @@ def test_no_program_is_left_out() -> None:
     assert folders == FOLDERS_BY_HAND | {"faults", "fleet_scale"}
 
 
-@pytest.mark.parametrize("program", ["faults", "fleet_scale", "members", "rates", "ray_nodes"])
+@pytest.mark.parametrize("program", ["faults", "fleet_scale", "manifests", "members", "rates", "ray_nodes"])
 def test_its_help_names_its_parts(program: str) -> None:
     """What is tried by hand is imported at least, tests and all."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
@@ -118,3 +120,20 @@ def test_its_help_names_its_parts(program: str) -> None:
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "--only" in ended.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "scene", "lacks"),
+    [("manifests", "helm", "helm"), ("rates", "redis", "redis-server"), ("ray_nodes", "up", "redis-server")],
+)
+def test_what_this_machine_lacks_is_named(program: str, scene: str, lacks: str, tmp_path: Path) -> None:
+    """Without a traceback, which would take the rows of other scenes with it."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    environ |= {"PATH": str(tmp_path), "PENSTOCK_CLIENTS": str(tmp_path)}
+    environ.pop("CI", None)  # there helm has to be installed
+    command = [sys.executable, "-m", f"bench.{program}", "--only", scene]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert f"needs {lacks}" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import tomllib
@@ -23,18 +22,25 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.certificates import write_certificate
 from tests.clients.packages import need_helm, need_kubectl
-from tests.unit.deploy.test_manifests import FLEET, GROUP_FLEET, HERE, KUBERNETES, POOL, TLS_SETTINGS
+from tests.unit.deploy.rendered_fleets import (
+    CHART,
+    FLEETS,
+    IMAGE,
+    LAST_NODE,
+    Documents,
+    by_kind_and_name,
+    differing,
+    documented_fleets,
+    helm,
+    rendered,
+)
+from tests.unit.deploy.schemas import FLEET, KUBERNETES, TLS_SETTINGS
 
 import penstock
 from penstock.cli.main import main
 from penstock.cli.manifests import as_yaml
 from penstock.deploy.helm import chart_files
 from penstock.deploy.settings_file import number_text, settings_text
-
-ROOT = Path(__file__).resolve().parents[3]
-CHART = ROOT / "charts/penstock"
-IMAGE = "registry.example:5000/penstock:1"
-Documents = dict[tuple[str, str], dict[str, Any]]
 
 # --- what follows from the package ------------------------------------------------------------------------------------
 
@@ -170,126 +176,11 @@ def test_text_that_go_takes_for_a_number_is_quoted() -> None:
 # --- what helm renders ------------------------------------------------------------------------------------------------
 
 
-def helm(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Without a cluster, and with nothing of the user's."""
-    home = {f"HELM_{kind}_HOME": str(folder / kind) for kind in ("CONFIG", "CACHE", "DATA")}
-    environ = {"PATH": os.environ["PATH"], "HOME": str(folder), "KUBECONFIG": "/dev/null"} | home
-    return subprocess.run([need_helm(), *words], env=environ, capture_output=True, text=True, timeout=60, check=False)
-
-
-def by_kind_and_name(text: str) -> Documents:
-    found: Documents = {}
-    for document in yaml.safe_load_all(text):
-        if document is not None:
-            key = (document["kind"], document["metadata"]["name"])
-            assert key not in found
-            found[key] = document
-    return found
-
-
-def rendered(fleet: Path, folder: Path, image: str = IMAGE) -> tuple[Documents | str, Documents | str]:
-    """What the generator and the chart make of a fleet file; text: of the error."""
-    out = folder / "out"
-    words = ["--image", image, "--namespace", "models", "--out", str(out)]
-    values = folder / "values.yaml"
-    raw = tomllib.loads(fleet.read_text())
-    repository, _, tag = image.rpartition(":")
-    values.write_text(as_yaml([raw | {"image": {"repository": repository, "tag": tag}}]))
-    run = helm("template", "any", CHART, "-f", values, "--namespace", "models", folder=folder)
-    chart = by_kind_and_name(run.stdout) if run.returncode == 0 else run.stderr
-    for old in out.glob("*.yaml"):
-        old.unlink()
-    if main(["manifests", "kubernetes", str(fleet), *words]):
-        return "refused", chart
-    (file,) = out.glob("*.yaml")
-    return by_kind_and_name(file.read_text()), chart
-
-
 def assert_equal(generated: Documents | str, chart: Documents | str) -> None:
     assert not isinstance(generated, str), generated
     assert not isinstance(chart, str), chart
-    assert sorted(chart) == sorted(generated)
-    for key, document in generated.items():
-        assert chart[key] == document, key
-
-
-ROUTE = (
-    '[kubernetes]\nhttp_gateway = "edge/public"\nhostnames = ["llm.example.org", "10.0.0.1"]\nmodels_claim = "models"'
-)
-WRITTEN = """max_model_len = 8192
-tls_cert = "/a.pem"
-tls_key = "/a.key"
-kv_key = "/kv.key"
-kv_disk = "/kv/"
-audit_log = "/log/audit"
-trace_file = "/tmp/trace"
-response_store = "/var/responses"
-served_model_name = "<a> & \\"b\\" é"
-log-json = true
-kv_memory = "1GiB"
-"""
-OTHER_SETTINGS = (
-    'address = "10.0.0.2"\nsettings = { kv_memory = 1073741824, scheduling = { interactive_tpot_ms = 0.25 } }'
-)
-AUTOSCALED_GROUPS = GROUP_FLEET.replace("prefill = { max = 6", "both = { min = 2, max = 6")
-TWO_NODES = (HERE / "groups.toml").read_text()
-"""Of which one group is on both."""
-LAST_NODE = 'workers = [{ role = "decode", count = 2, group = "tp2" }]\n'
-BOTH_KINDS = """workers = [{ role = "decode", count = 2, group = "tp2" }]
-
-[[groups]]
-nodes = ["b", "a"]
-group = "pp2"
-
-[[groups]]
-nodes = ["a", "b"]
-group = "tp2,pp3"
-count = 3
-role = "both"
-"""
-OF_PAIRS = "\n[[groups]]\nnodes = ['b', 'a']\ngroup = 'pp2, tp2'\n"
-OWN_STAGES = 'workers = [{ count = 1, group = "tp2,pp2" }]\n'
-FLEETS = {
-    "two nodes": FLEET.read_text(),
-    "groups over pods": GROUP_FLEET,
-    "groups over pods that are scaled": AUTOSCALED_GROUPS,
-    "one group over pods": GROUP_FLEET.replace('"both", count = 2', '"both", count = 1'),
-    "a group over two nodes": TWO_NODES,
-    "groups over nodes with several stages each": TWO_NODES.replace("tp2,pp2", "tp2,pp5"),
-    "groups over nodes with unequal parts": TWO_NODES.replace("tp2,pp2", "pp3"),
-    "groups over nodes that are scaled": TWO_NODES.replace(
-        "[kubernetes]", '[kubernetes]\nprometheus = "http://p"\nautoscale = { both = { max = 3 } }'
-    ),
-    "groups over nodes of one kind": TWO_NODES + OF_PAIRS,
-    "groups over nodes and over stages": TWO_NODES.replace(
-        'address = "10.0.0.2"\n', 'address = "10.0.0.2"\n' + OWN_STAGES
-    ),
-    "groups over nodes of several kinds": FLEET.read_text().replace(LAST_NODE, BOTH_KINDS),
-    "a picker": FLEET.read_text().replace("[kubernetes]", POOL),
-    "a picker with defaults": FLEET.read_text().replace("[kubernetes]", f"{ROUTE}\npicker = {{}}"),
-    "a picker without TLS": FLEET.read_text().replace(
-        "[kubernetes]", f'{ROUTE}\npicker = {{ tls = false, replicas = 1, cpu = "500m", memory = "1Gi" }}'
-    ),
-    "https, files that are written": FLEET.read_text().replace("max_model_len = 8192", WRITTEN),
-    "a route": FLEET.read_text().replace("[kubernetes]", ROUTE),
-    "a route of the same namespace": FLEET.read_text().replace("[kubernetes]", '[kubernetes]\nhttp_gateway = "edge"'),
-    "a key of clients": FLEET.read_text().replace('api_keys = "/etc/penstock/api-keys.json"', 'api_key = "sesame"'),
-    "the bundled model": FLEET.read_text().replace('model = "/models/llama"', ""),
-    "a model of the Hub": FLEET.read_text().replace("/models/llama", "org/name"),
-    "models elsewhere": FLEET.read_text().replace("[kubernetes]", '[kubernetes]\nmodels_path = "/m"'),
-    "kinds that differ in settings": FLEET.read_text().replace('address = "10.0.0.2"', OTHER_SETTINGS),
-    "kinds without groups": FLEET.read_text()
-    .replace('address = "10.0.0.2"', OTHER_SETTINGS)
-    .replace('group = "tp2"', 'profile = ""'),
-    "resources": FLEET.read_text().replace(
-        'cpu = "8", memory = "32Gi" }',
-        'cpu = "7500m", gpus = 2 }, gateway = { cpu = "3" }, decode = { memory = "1Gi", cpu = "1" }',
-    ),
-    "long drains": FLEET.read_text().replace("drain_s = 60.0 }", "drain_s = 300.5 }\nfailover = { no_path_s = 95.0 }"),
-    "short drains": FLEET.read_text().replace("drain_s = 60.0", "drain_s = 2.0"),
-    "a strange name": FLEET.read_text().replace("two hosts", "--A fleet, whose name is Long, and has ÄÖÜ & more --"),
-    "a name that is a word of YAML": FLEET.read_text().replace("two hosts", "on"),
-}
+    for key in differing(generated, chart):
+        assert chart.get(key) == generated.get(key), key
 
 
 @pytest.mark.long
@@ -303,16 +194,12 @@ def test_the_chart_renders_what_the_generator_prints(name: str, tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.parametrize("page", ["docs/fleet.md", "docs/simulator.md"])
 def test_fleets_of_the_documentation_are_rendered_equally(page: str, tmp_path: Path) -> None:
-    found = 0
-    for block in (ROOT / page).read_text().split("```toml\n")[1:]:
-        text = block.partition("\n```")[0]
-        if "[[nodes]]" not in text:
-            continue
-        found += 1
+    texts = documented_fleets(page)
+    for text in texts:
         fleet = tmp_path / "fleet.toml"
         fleet.write_text(text)
         assert_equal(*rendered(fleet, tmp_path))
-    assert found or page != "docs/fleet.md"
+    assert texts or page != "docs/fleet.md"
 
 
 PATHS = st.sampled_from(["/data/a", "/data/a/", "/tmp/x", "/b"])
