@@ -35,7 +35,9 @@ kv_memory = "64MiB"
 
 [settings.failover]
 no_path_s = 60.0
+poison_tokens = 2000
 """
+"""A signal plays what ends a worker: it comes when the request has had some tokens, which here do not clear it."""
 
 NODE = """
 [[nodes]]
