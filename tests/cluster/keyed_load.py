@@ -8,10 +8,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from .server import PATIENCE_S, PenstockServer
-from .streams import AGAIN_S, BrokenAnswerError, keyed_completion, make_client
+from .streams import AGAIN_S, Answer, BrokenAnswerError, keyed_completion, make_client
 
 BODY = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 ANSWER_S = 110.0
@@ -32,11 +33,16 @@ class KeyedLoad:
         self.resumed = 0  # streams that went on after they had broken off
         self._clients, self._headers = clients, dict(headers or {})
         self._times: list[list[float]] = []  # of each answer: when it was asked for, then of its events
+        self._halves: dict[int, str] = {}  # URLs of gateways, by seed
         self._over = threading.Event()
 
     def run(self, rounds: int | None = None) -> None:
         """Until ``stop``, or for so many requests of each client."""
         asyncio.run(self._run(rounds))
+
+    def is_streaming(self, url: str) -> bool:
+        """Whether a client has a part of a response of this gateway, and not half of it: such a stream is resumed."""
+        return url in [*self._halves.values()]
 
     def stop(self) -> None:
         self._over.set()
@@ -78,12 +84,14 @@ class KeyedLoad:
     async def _ask(self, client: Any, seed: int, rounds: int | None) -> None:
         number = 0
         while not self._over.is_set() and number != rounds:
-            first = (seed + number) % len(self.urls)
-            order, key = self.urls[first:] + self.urls[:first], f"{id(self)}-{seed}-{number}"
+            at, key = (seed + number) % len(self.urls), f"{id(self)}-{seed}-{number}"
+            order = self.urls[at:] + self.urls[:at]
             asked = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    answer = await keyed_completion(client, order, BODY | {"seed": seed}, key=key)
+                    answer = await keyed_completion(
+                        client, order, BODY | {"seed": seed}, key=key, on_chunk=partial(self._note_part, seed, order[0])
+                    )
             except (BrokenAnswerError, TimeoutError) as error:
                 self.failed.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(AGAIN_S)
@@ -91,19 +99,21 @@ class KeyedLoad:
                 self._times.append([asked, *answer.times])
                 self.answers.append((seed, answer.identical))
                 self.resumed += answer.resumed > 0
+            self._halves.pop(seed, None)
             number += 1
 
-
-def is_streaming(gateway: PenstockServer) -> bool:
-    """Whether a client has a part of a response, most likely: a stream that has not begun is repeated, not resumed."""
-    metrics = gateway.metrics()
-    return metrics["penstock:requests_open"] > 0 and metrics["penstock:generation_tokens_total"] >= 100
+    def _note_part(self, seed: int, first: str, so_far: Answer) -> None:
+        """A client has a further part of a response, which it asked ``first`` for."""
+        if so_far.resumed == 0 and len(so_far.times) < BODY["max_tokens"] // 2:
+            self._halves[seed] = first
+        else:
+            self._halves.pop(seed, None)
 
 
 def leave_one_gateway(gateways: Sequence[PenstockServer], load: KeyedLoad) -> None:
     """Kill the last one amid a stream, and stop the others but the first, which clients then have alone."""
     *stopped, killed = gateways[1:]
-    killed.wait_for(lambda: is_streaming(killed), PATIENCE_S, "asked")
+    killed.wait_for(lambda: load.is_streaming(killed.url), PATIENCE_S, "asked")
     killed.kill()
     for gateway in gateways[1:]:
         load.urls.remove(gateway.url)
