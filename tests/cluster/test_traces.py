@@ -100,8 +100,9 @@ def a_killed_worker(server: PenstockServer, collector: Collector) -> None:
         if retries:  # else the answer had ended before its worker did
             assert [span.facts["penstock.worker"] for span in retries] == [writer]
             assert any(span.error for span in named(got, spans.LEG))
-            assert {str(span.facts["penstock.epoch"]) for span in named(got, spans.LEG)} == {"1", "2"}
-            assert len(named(got, spans.DECISION)) == 2
+            epochs = {str(span.facts["penstock.epoch"]) for span in named(got, spans.LEG)}
+            assert epochs >= {"1", "2"}  # on a busy machine there may be a third
+            assert len(named(got, spans.DECISION)) == len(epochs)
             return
         server.wait_all_ready()
     raise AssertionError("no kill hit an answer in the middle")
