@@ -1,6 +1,6 @@
 """What the size of a fleet costs its gateways and workers, and whether very many streams outlive a gateway.
 
-    python -m bench.fleet_scale                               # everything: 20 minutes on a quiet machine
+    python -m bench.fleet_scale                               # everything: 25 minutes on a quiet machine
     python -m bench.fleet_scale --only idle,worker --json rows.json --plot docs/fleet-scale.png
     python -m bench.fleet_scale --json rows.json --plot docs/fleet-scale.png --plot-only
     python -m bench.fleet_scale --only gateway --workers 1000 --stretch 4
