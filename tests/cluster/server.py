@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -41,6 +42,9 @@ LOOKS_PER_S = 20
 MOST_TIMES = 3.0
 """As many seconds at most, however few the looks were."""
 
+FIRST_PORT = 10_000
+"""From here on up to those that the system gives to connections, ports are for services of tests."""
+
 GIST_LINES = 40
 """Of a log, when a test has failed."""
 
@@ -50,7 +54,12 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)$")
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """A port that was free a moment ago, and is none of those that the system gives to connections meanwhile."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while first_given > FIRST_PORT:
+        port = secrets.choice(range(FIRST_PORT, first_given))  # test processes side by side draw others
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
