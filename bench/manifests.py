@@ -38,7 +38,7 @@ from pathlib import Path
 import pytest
 import yaml
 from bench.faults.result import NotHereError
-from bench.scenes import Row, add_options, plot_seconds, print_head, rows_to_plot, save, selected
+from bench.scenes import Row, add_options, finish, plot_seconds, print_head, rows_to_plot, selected
 from tests.clients.packages import need_helm
 from tests.unit.deploy.rendered_fleets import (
     FLEETS,
@@ -269,15 +269,7 @@ def main() -> int:
         return 0
     names = selected(parser, options.only, SCENES)
     print_head()
-    rows: list[Row] = []
-    shown: list[Row] = []
-    for name in names:
-        more = list(measure(name, options.fleets))
-        rows += more
-        shown = save(options.json, more, SCENES) if options.json else rows
-    if options.plot and shown:
-        plot_seconds(shown, options.plot)
-    return 0 if rows and all(row.met for row in rows) else 1
+    return finish((list(measure(name, options.fleets)) for name in names), options, SCENES)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.faults.result import NotHereError
-from bench.scenes import Row, add_options, plot_seconds, print_head, rows_to_plot, save, selected
+from bench.scenes import Row, add_options, finish, plot_seconds, print_head, rows_to_plot, selected
 
 from cluster.keyed_load import Identical, undisturbed
 from cluster.member_sources import AS_INSTALLED, SOURCES
@@ -118,14 +118,7 @@ def main() -> int:
         return 0
     names = selected(parser, options.only, SCENES)
     print_head()
-    rows: list[Row] = []
-    shown: list[Row] = []
-    for more in measure(names, options):
-        rows += more
-        shown = save(options.json, more, SCENES) if options.json else rows
-    if options.plot and shown:
-        plot_seconds(shown, options.plot)
-    return 0 if rows and all(row.met for row in rows) else 1
+    return finish(measure(names, options), options, SCENES)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,21 @@ def save(path: Path, rows: Sequence[Row], scenes: Collection[str]) -> list[Row]:
     every.sort(key=lambda row: order.index(row.scene) if row.scene in order else len(order))
     path.write_text(json.dumps([asdict(row) for row in every], indent=1) + "\n")
     return every
+
+
+def finish(measured: Iterable[Sequence[Row]], options: argparse.Namespace, scenes: Collection[str]) -> int:
+    """Save the rows of each scene when it is over, and draw their seconds at last, as the options say.
+
+    The exit status: 0 when something was measured and no bar is missed.
+    """
+    rows: list[Row] = []
+    shown: list[Row] = []
+    for more in measured:
+        rows += more
+        shown = save(options.json, more, scenes) if options.json else rows
+    if options.plot and shown:
+        plot_seconds(shown, options.plot)
+    return 0 if rows and all(row.met for row in rows) else 1
 
 
 def draw_bars(axes: Any, rows: Sequence[Row]) -> None:

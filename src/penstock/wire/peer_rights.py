@@ -108,12 +108,7 @@ def kind_refusal(tag: str, public: bytes, keys: NodeKeys) -> PeerRefusal | None:
 
     What has another tag, or none, is decoded to the tag.
     """
-    kind, node = _KINDS.get(tag), keys.sender(public)
-    if node is None:
-        return _no_sender(public, keys, "message" if kind is None else kind.__name__)
-    if kind is None or kind is Hello or any(node.may(right) for right in NEEDED.get(kind, ())):
-        return None
-    return PeerRefusal(NO_RIGHT, node.name, kind.__name__)
+    return _right_refusal(_KINDS.get(tag), public, keys)
 
 
 def request_refusal(message: PeerMessage, public: bytes, keys: NodeKeys) -> PeerRefusal | None:
@@ -121,14 +116,16 @@ def request_refusal(message: PeerMessage, public: bytes, keys: NodeKeys) -> Peer
 
     A node may always ask its own workers how they are, as ``penstock probe`` does.
     """
-    kind, node = type(message).__name__, keys.sender(public)
-    if node is None:
-        return _no_sender(public, keys, kind)
-    probes = isinstance(message, Hello) and message.discovery and node.name == keys.node
-    if not probes and not any(node.may(right) for right in NEEDED.get(type(message), ())):
-        return PeerRefusal(NO_RIGHT, node.name, kind)
-    if isinstance(message, Hello) and not keys.owns(node, message.gateway):
-        return PeerRefusal(FOREIGN_NAME, node.name, kind)
+    refusal, node = _right_refusal(type(message), public, keys), keys.sender(public)
+    if refusal is not None or node is None:
+        return refusal
+    kind = type(message).__name__
+    if isinstance(message, Hello):
+        probes = message.discovery and node.name == keys.node
+        if not probes and not node.may(NodeRight.GATEWAY):
+            return PeerRefusal(NO_RIGHT, node.name, kind)
+        if not keys.owns(node, message.gateway):
+            return PeerRefusal(FOREIGN_NAME, node.name, kind)
     if isinstance(message, AssignRole) and node.name != keys.node and not node.may(NodeRight.OPERATOR):
         return PeerRefusal(NO_RIGHT, node.name, kind)
     return None
@@ -152,6 +149,16 @@ def connection_refusal(public: bytes, keys: NodeKeys, address: str) -> PeerRefus
         return None
     node = keys.registry.holder(public)
     return PeerRefusal(UNKNOWN_KEY if node is None else REVOKED, "" if node is None else node.name, address=address)
+
+
+def _right_refusal(kind: type[PeerMessage] | None, public: bytes, keys: NodeKeys) -> PeerRefusal | None:
+    """Why the holder of this key may say nothing of this kind to a worker.  Of a Hello that depends on what it says."""
+    node = keys.sender(public)
+    if node is None:
+        return _no_sender(public, keys, "message" if kind is None else kind.__name__)
+    if kind is None or kind is Hello or any(node.may(right) for right in NEEDED.get(kind, ())):
+        return None
+    return PeerRefusal(NO_RIGHT, node.name, kind.__name__)
 
 
 def _no_sender(public: bytes, keys: NodeKeys, kind: str) -> PeerRefusal:

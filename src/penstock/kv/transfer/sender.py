@@ -20,6 +20,7 @@ Pure: no sockets, no clock, owns no pages; it says when they may be freed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.config.limits import KvTransferConfig
@@ -33,7 +34,7 @@ from penstock.kv.transfer.events import (
     TransferReleased,
 )
 from penstock.types import RequestId
-from penstock.wire.gateway_messages import MAX_REASON_CHARS, TokenItem
+from penstock.wire.gateway_messages import MAX_REASON_CHARS, TokenItem, in_parts
 from penstock.wire.transfer_messages import (
     MAX_READY_PAGES,
     FetchTicket,
@@ -339,8 +340,8 @@ class KvSender:
                 else:
                     self._send(transfer, frame, now, turn, payload)
             transfer.waiting.popleft()
-        for first in range(0, len(ready), MAX_READY_PAGES):
-            self._send(transfer, _announced(ready[first : first + MAX_READY_PAGES]), now, turn)
+        for frames in in_parts(ready, MAX_READY_PAGES):
+            self._send(transfer, _announced(frames), now, turn)
         if transfer.done is not None and not transfer.done_sent and not transfer.waiting:
             transfer.done_sent = True
             self._send(transfer, transfer.done, now, turn)
@@ -397,7 +398,7 @@ def _told(request: RequestId, epoch: int, reason: str) -> HandOverFailed:
     return HandOverFailed(request=request, epoch=epoch, reason=reason[:MAX_REASON_CHARS])
 
 
-def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
+def _announced(frames: Sequence[PageReady]) -> PageReady | PagesReady:
     """One message that announces all these pages of one transfer."""
     if len(frames) == 1:
         return frames[0]
