@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .one_answer import (
 )
 from .server import PATIENCE_S, START_S, PenstockServer, PenstockWorker, free_port
 from .streams import all_answers
+from .test_nodes import POISON, complete
 from .varied import varied_requests
 
 
@@ -178,6 +180,34 @@ def test_a_machine_that_comes_back_is_part_of_the_worker_again(keys: Path, tmp_p
         again.wait_ready()
         server.wait_all_ready()
         server.wait_for(lambda: bool(pids_of(server)) and before.isdisjoint(pids_of(server)), PATIENCE_S, "anew")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("signum", "verdict"), [(signal.SIGKILL, (200, "")), (signal.SIGSEGV, (422, "poison_request"))], ids=str
+)
+def test_a_request_is_blamed_for_ranks_that_crash_not_for_machines_that_go(
+    keys: Path, tmp_path: Path, signum: int, verdict: tuple[int, str]
+) -> None:
+    with worker_of("pp2", 2, keys) as (first, _), ThreadPoolExecutor(1) as pool:
+        joined = ["--keys", str(keys), "--join", first.endpoint]
+        config = f"{TRUSTING}no_path_s = 60.0\npoison_tokens = 2048\n"
+        with PenstockServer(joined, config=config, folder=tmp_path) as server:
+            server.wait_all_ready()
+            verdict_of = pool.submit(complete, server, POISON)
+            ended: set[int] = set()
+
+            def end_twice() -> bool:
+                for row in server.workers():
+                    if row["running"] and elsewhere(row) not in ended and len(ended) < 2:
+                        ended.add(elsewhere(row))
+                        os.kill(elsewhere(row), signum)
+                return verdict_of.done()
+
+            server.wait_for(end_twice, 120.0, "the request has ended")
+            assert verdict_of.result() == verdict
+            assert len(ended) == 2
 
 
 @pytest.mark.long

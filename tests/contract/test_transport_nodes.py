@@ -264,6 +264,36 @@ def test_a_revoked_nodes_connection_ends_and_there_is_no_other(folder: NodeFolde
         ends.until(lambda: ends.listener.recv() is None and refused in ends.refusals, link)
 
 
+def test_a_node_that_gets_a_new_key_with_its_revocation_loses_its_connection(folder: NodeFolder) -> None:
+    with running(folder) as ends:
+        link = ends.link(folder.keys("g"))
+        ends.hears(link, MESSAGES["hello"])
+        folder.run("revoke", "g")
+        folder.run("add", "g", "--rights", "gateway")
+        folder.deliver_registry("w")
+        # It connects again, and that is refused, though it says nothing.
+        refused = PeerRefusal("unknown_key", address="127.0.0.1")
+        ends.until(lambda: ends.listener.recv() is None and refused in ends.refusals, link)
+
+
+def test_a_revocation_counts_while_messages_are_always_waiting(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zeromq, "LOOK_S", 0.0)
+    with running(folder) as ends:
+        link = ends.link(folder.keys("g"))
+        ends.hears(link, MESSAGES["hello"])
+        for _ in range(64):
+            assert link.send(MESSAGES["hello"])
+        received = ends.listener.recv()
+        while received is None:
+            received = ends.listener.recv()
+        folder.run("revoke", "g")
+        folder.deliver_registry("w")
+        assert curve_sockets.readable(ends.listener.socket)  # type: ignore[attr-defined]
+        assert ends.listener.recv() is None
+
+
 def test_what_a_node_may_not_say_is_not_decoded(folder: NodeFolder) -> None:
     with running(folder) as ends:
         link = ends.link(folder.keys("v"))

@@ -109,9 +109,9 @@ class NodeRegistry:
         return None
 
     @cached_property
-    def accepted_names(self) -> frozenset[str]:
-        """Names of the nodes that are not revoked."""
-        return frozenset(node.name for node in self.file.nodes if not node.revoked)
+    def accepted_keys(self) -> frozenset[str]:
+        """Public keys of the nodes that are not revoked."""
+        return frozenset(key.public for node in self.file.nodes if not node.revoked for key in node.keys)
 
     @cached_property
     def worker_keys(self) -> tuple[bytes, ...]:

@@ -132,7 +132,10 @@ def serve_node(
             front = _front(stack, config, base, keys, own)
             port = front.config.port
         jobs, run = HostProcesses(front, workers), incarnations_of_a_run()
-        supervisor = Supervisor(config.supervise, jobs, slots, gateways=gateways, run=run, lease=lease)
+        others = len(fleet.nodes) > 1
+        supervisor = Supervisor(
+            config.supervise, jobs, slots, gateways=gateways, run=run, lease=lease, serves_others=others
+        )
         stack.enter_context(supervisor)
         if front is not None:
             supervisor.on_stopping(front.listener.close)

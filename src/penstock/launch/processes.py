@@ -49,7 +49,7 @@ from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel
 from penstock.launch.decoded_weights import with_decoded_copies
-from penstock.launch.fork_server import CRASHED, prefer_for_oom_kill
+from penstock.launch.fork_server import prefer_for_oom_kill
 from penstock.launch.heartbeat import CoreLendingTable, HeartbeatSlot
 from penstock.launch.machine import interleave_memory
 from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
@@ -293,8 +293,10 @@ class WorkerProcesses:
         own = None
         if group is not None:
             own = self._rank(config, group, loaded, ops)
-            pages = own.join(self._rank_events(config.worker, place))
-            config = structs.replace(config, scheduler=structs.replace(config.scheduler, pages=pages))
+            pages = own.join(self._rank_events(config.worker))
+            fault = config.predecessor_fault or own.group.fault_elsewhere
+            scheduler = structs.replace(config.scheduler, pages=pages)
+            config = structs.replace(config, scheduler=scheduler, predecessor_fault=fault[:MAX_REASON_CHARS])
         inherited = WorkerResources(
             model=loaded.model if own is None else own.connected(),
             rank=own,
@@ -326,7 +328,7 @@ class WorkerProcesses:
     def _run_follower(self, config: WorkerConfig, place: WorkerPlan, group: RankGroup, rank: int) -> int:
         self._begin(f"{config.worker}/{rank}")
         cores, slot = place.cores_of(rank), self._slots[config.worker]
-        ops, events = self._ops(cores.threads), self._rank_events(config.worker, place)
+        ops, events = self._ops(cores.threads), self._rank_events(config.worker)
         own = self._rank(config, group, self._loaded[ModelDivision.of(place), rank], ops)
         if rank != group.first:
             events = RankEvents(lambda: None, events.on_lost)
@@ -350,6 +352,7 @@ class WorkerProcesses:
             kv=kv_layout(self._spec, self._plan.kv_dtype).name,
             pages=config.scheduler.pages,
             max_model_len=config.scheduler.max_model_len,
+            predecessor_fault=config.predecessor_fault,
         )
         return RankResources(
             group=group,
@@ -359,15 +362,17 @@ class WorkerProcesses:
             identity=identity,
         )
 
-    def _rank_events(self, worker: WorkerId, place: WorkerPlan) -> RankEvents:
+    def _rank_events(self, worker: WorkerId) -> RankEvents:
         """What the first rank on a machine does while others are waited for, and when one has gone."""
-        slot, leads = self._slots[worker], place.nodes.node == 0
+        slot = self._slots[worker]
 
         def on_lost(reason: str) -> None:
             log.warning("%s", reason)
-            slot.set_exit_reason(reason if leads else f"ended: {reason}")
+            slot.set_exit_reason(f"ended: {reason}")
             logging.shutdown()
-            os._exit(CRASHED if leads else 0)  # in a thread: others may wait for what never comes
+            # In a thread: others may wait for what never comes.  It is no fault of this process: if a rank has crashed
+            # on the other machine, that says so when it joins again.
+            os._exit(0)
 
         return RankEvents(slot.refresh, on_lost, partial(slot.set_state, WorkerState.READY))
 

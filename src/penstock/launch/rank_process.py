@@ -83,6 +83,8 @@ class RankGroup:
         self._everybody: ShmCollectives | None = None
         self._links: dict[int, RemoteRank] = {}
         self._elsewhere: dict[int, RankReport] = {}
+        self.fault_elsewhere = ""
+        """How the incarnation before this one crashed on another machine, as the leader knows once it has joined."""
 
     @property
     def followers(self) -> tuple[int, ...]:
@@ -131,6 +133,7 @@ class RankGroup:
         ports = {rank: sock.getsockname()[1] for rank, sock in self._listening.items()}
         hello, leads = own.hello(rendezvous.nodes, ports), own.rank == self.leader
         welcome = rendezvous.lead(hello, own.max_model_len) if leads else rendezvous.follow(hello)
+        self.fault_elsewhere = rendezvous.fault_elsewhere
         for other in self.followers:
             local.send_message(encode(welcome), other)
         return welcome
@@ -206,6 +209,7 @@ class RankIdentity:
     kv: str  # layout of the whole model's pages
     pages: int
     max_model_len: int
+    predecessor_fault: str  # how the worker's incarnation before this one crashed here; empty: it did not
 
     def hello(self, nodes: WorkerNodes, ports: dict[int, int]) -> NodeHello:
         """To machine 0.  ``ports``: where this one's ranks listen."""
@@ -218,6 +222,7 @@ class RankIdentity:
             kv=self.kv,
             pages=self.pages,
             ports=ports,
+            predecessor_fault=self.predecessor_fault,
         )
 
 

@@ -132,6 +132,8 @@ class Rendezvous:
     nodes: WorkerNodes
     listening: Mapping[int, socket.socket]
     beat: Callable[[], None]
+    fault_elsewhere: str = ""
+    """How the worker's incarnation before this one crashed on another machine, known after ``lead``."""
     _joined: dict[int, tuple[RankLink, NodeHello]] = field(default_factory=dict[int, tuple[RankLink, NodeHello]])
     _noted: float = 0.0
 
@@ -164,6 +166,8 @@ class Rendezvous:
         }
         addresses |= {rank: (self.nodes.master.host, port) for rank, port in own.ports.items()}
         pages = min(own.pages, *(hello.pages for _, hello in self._joined.values()))
+        faults = ((node, hello.predecessor_fault) for node, (_, hello) in self._joined.items())
+        self.fault_elsewhere = next((f"machine {node}: {fault}" for node, fault in faults if fault), "")
         welcome = NodeWelcome(token=secrets.token_bytes(TOKEN_BYTES), pages=pages, addresses=addresses)
         for node, (link, _) in self._joined.items():
             try:

@@ -10,6 +10,7 @@
                         ending (SIGKILL sent; forked again only when it is dead: its memory is reused)
 
 Stopping goes running -> draining (the gateway finishes its streams) -> ending (SIGTERM, then SIGKILL) -> done.
+Workers that gateways of other hosts use, too, have what is left of the time to drain for those.
 A child that is stopped or sleeps beyond its prediction counts as hung after ``wedge_s``; one that computes, or is ready
 to run without a processor, after ``busy_s``.  Its last ``wedge_s`` of silence decide: the CPU time that Linux counted,
 or the number of readings at which it was runnable.  (Linux counts a wait for a processor when the wait ends, so a
@@ -247,6 +248,7 @@ class RestartPolicy:
     """The state machine.  ``handle`` takes an event; the caller carries out the returned effects in order."""
 
     config: SuperviseConfig
+    serves_others: bool = False  # gateways of other hosts use the workers
     _children: dict[str, _Child] = field(default_factory=dict)
     _stage: SupervisorState = SupervisorState.RUNNING
     _deadline: float = 0.0  # of the stage
@@ -257,9 +259,17 @@ class RestartPolicy:
     _run: int = 0  # the incarnation that workers' first ones follow
 
     @classmethod
-    def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,), *, run: int = 0) -> RestartPolicy:
+    def of(
+        cls,
+        config: SuperviseConfig,
+        gateways: Iterable[str] = (GATEWAY,),
+        *,
+        run: int = 0,
+        serves_others: bool = False,
+    ) -> RestartPolicy:
         """A machine with the gateways, which do not run yet, and no workers; their incarnations follow ``run``."""
-        return cls(config, {name: _Child(name, is_worker=False) for name in gateways}, _run=run)
+        children = {name: _Child(name, is_worker=False) for name in gateways}
+        return cls(config, serves_others or not children, children, _run=run)
 
     def add_workers(self, workers: Iterable[str]) -> None:
         """Run these workers from now on: their weights are loaded."""
@@ -343,7 +353,7 @@ class RestartPolicy:
         if not child.is_worker and self._stage is SupervisorState.DRAINING:
             child.due = math.inf
             if not any(one.phase in _RUNS for one in self._children.values() if not one.is_worker):
-                self._end(now, effects)
+                self._end_workers(now, effects)
             return
         if was_ready and (now - child.ready_since >= self.config.stable_s or not event.exit.is_fault):
             child.quick_deaths = 0
@@ -454,20 +464,20 @@ class RestartPolicy:
         if self._stage is SupervisorState.DRAINING:
             effects.append(LogLine("second request: stopping now"))
             self._end(now, effects)
-        elif self._stage is SupervisorState.ENDING and all(child.is_worker for child in self._children.values()):
+        elif self._stage is SupervisorState.ENDING and now + self.config.grace_s < self._deadline:
             effects.append(LogLine("second request: stopping now"))
             self._end(now, effects, again=True)
         elif self._stage is SupervisorState.RUNNING:
-            gateways = [child for child in self._children.values() if not child.is_worker]
-            if not gateways:  # the gateways are on other hosts: workers migrate their requests
-                self._end(now, effects, self.config.drain_s)
-                return
-            if not any(gateway.phase in _RUNS for gateway in gateways):
-                self._end(now, effects)
+            self._deadline = now + self.config.drain_s
+            if not any(child.phase in _RUNS for child in self._children.values() if not child.is_worker):
+                self._end_workers(now, effects)
                 return
             self._stage = SupervisorState.DRAINING
-            self._deadline = now + self.config.drain_s
             effects.append(NotifyGateways(ServiceDraining()))
+
+    def _end_workers(self, now: float, effects: list[RestartEffect]) -> None:
+        """No gateway of this host runs any more: workers finish or migrate the requests of others, if there are."""
+        self._end(now, effects, max(self.config.grace_s, self._deadline - now) if self.serves_others else None)
 
     def _end(
         self, now: float, effects: list[RestartEffect], within: float | None = None, *, again: bool = False

@@ -132,16 +132,18 @@ class Supervisor:
         gateways: Sequence[str] = (GATEWAY,),
         run: int = 0,
         lease: LeaseWatch | None = None,
+        serves_others: bool = False,
     ) -> None:
         """``pulse``: called at every reading of heartbeats, and while weights are loaded; ``run``: the incarnation that
-        workers' first ones follow (``processes.incarnations_of_a_run``).  ``lease``: stop in order when it is over."""
+        workers' first ones follow (``processes.incarnations_of_a_run``).  ``lease``: stop in order when it is over.
+        ``serves_others``: gateways of other hosts use the workers, as they always do where there is none here."""
         self._lease = lease
         self._pulse = pulse
         self._config = config
         self._jobs = jobs
         self._slots = slots
         self._gateways = tuple(name for name in gateways if name in slots)
-        self._machine = RestartPolicy.of(config, self._gateways, run=run)
+        self._machine = RestartPolicy.of(config, self._gateways, run=run, serves_others=serves_others)
         self._roles: dict[WorkerId, Role] = {}
         self._running: dict[str, _Running] = {}
         self._channels: dict[str, Channel] = {}  # to each gateway that listens

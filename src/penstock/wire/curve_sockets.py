@@ -93,7 +93,7 @@ class SecureListener:
         self._keys = keys
         self._listening: socket.socket | None = None
         self._used = b""
-        self._accepted = frozenset[str]()  # names of nodes that may have connected
+        self._accepted = frozenset[str]()  # public keys of nodes that may have connected
         if isinstance(keys, NodeKeys) and endpoint.startswith("tcp://"):
             self._listening = _listen(endpoint, backlog)
         self._endpoint = endpoint
@@ -107,14 +107,14 @@ class SecureListener:
             raise
 
     def update(self) -> None:
-        """Bind anew, which ends all connections, if the own key has changed or a node was revoked: its connection could
-        fill this process' memory with a message that never ends.  Others connect again at once.
+        """Bind anew, which ends all connections, if the own key has changed or another one is no longer accepted: its
+        connection could fill this process' memory with a message that never ends.  Others connect again at once.
 
         Raises zmq.ZMQError or ConfigError; the next update tries again.
         """
         if not isinstance(self._keys, NodeKeys) or self._listening is None:
             return
-        if self._keys.public != self._used or self._accepted - self._keys.registry.accepted_names:
+        if self._keys.public != self._used or self._accepted - self._keys.registry.accepted_keys:
             descriptor = self._another_descriptor()
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
@@ -135,7 +135,7 @@ class SecureListener:
     def _bind(self, descriptor: int | None) -> None:
         public, secret = _own_pair(self._keys, listens=True)
         if isinstance(self._keys, NodeKeys):
-            self._accepted = self._keys.registry.accepted_names
+            self._accepted = self._keys.registry.accepted_keys
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         if descriptor is not None:
@@ -373,7 +373,11 @@ def _listen(endpoint: str, backlog: int) -> socket.socket:
     host, port = host_and_port(endpoint)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            None if host == "*" else host,
+            port,
+            family=socket.AF_INET6 if "[" in endpoint else socket.AF_INET,  # as links connect
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
         )[0]
         listening = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
     except OSError as error:

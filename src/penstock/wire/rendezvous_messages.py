@@ -33,6 +33,7 @@ class NodeHello(RendezvousMessage, frozen=True, kw_only=True, tag="hello"):
     kv: Name  # layout of the whole model's KV pages
     pages: Count  # of KV that it has room for
     ports: Annotated[dict[Rank, Port], msgspec.Meta(max_length=MAX_RANKS)]  # where its ranks listen
+    predecessor_fault: ReasonText = ""  # how one of its ranks crashed before; empty: none did
 
 
 class NodeWelcome(RendezvousMessage, frozen=True, kw_only=True, tag="welcome"):

@@ -74,6 +74,9 @@ MALFORMED_PER_TURN = 64
 DROPPING_S = 0.005
 """And the seconds: a large one takes long to decode."""
 
+LOOK_S = 0.1
+"""Between two looks at connections and keys of a listener where messages are always waiting; else each time none is."""
+
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7)
@@ -363,6 +366,7 @@ class _ZmqListener:
         self._transport = transport
         self._security = security
         self._limit = limit
+        self._next_look = 0.0
         self._refused_versions: set[int] = set()
 
     @property
@@ -371,12 +375,11 @@ class _ZmqListener:
 
     def recv(self) -> Received | None:
         begun = time.monotonic()
+        if begun >= self._next_look and not self.closed:
+            self._look_at_connections(begun)
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
             if not readable(self.socket):
-                self._security.serve(self.counters)
-                self._transport.reload_keys()
-                if self._limit is not None:
-                    self._limit.update()
+                self._look_at_connections(begun)
                 return None
             peer = self.socket.recv(_NOBLOCK)
             header = self._security.receive(self.socket, peer)
@@ -393,6 +396,14 @@ class _ZmqListener:
             if time.monotonic() - begun > DROPPING_S:
                 break
         return None
+
+    def _look_at_connections(self, now: float) -> None:
+        """Answer what asks to connect, take changed keys, and count connections."""
+        self._next_look = now + LOOK_S
+        self._security.serve(self.counters)
+        self._transport.reload_keys()
+        if self._limit is not None:
+            self._limit.update()
 
     def on_keys_changed(self) -> None:
         """Take the own key that is used now."""

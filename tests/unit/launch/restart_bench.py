@@ -31,6 +31,7 @@ class Bench:
     """The machine, a clock, and processes that obey at once unless told otherwise."""
 
     config: SuperviseConfig = CONFIG
+    serves_others: bool = False
     now: float = 100.0
     machine: RestartPolicy = field(init=False)
     running: dict[str, int] = field(default_factory=dict)  # child -> incarnation
@@ -39,7 +40,7 @@ class Bench:
     _silent_since: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.machine = RestartPolicy.of(self.config)
+        self.machine = RestartPolicy.of(self.config, serves_others=self.serves_others)
         self.machine.add_workers(["prefill-0", "decode-0"])
 
     def send(self, event: RestartEvent) -> list[RestartEffect]:
@@ -85,8 +86,8 @@ class Bench:
                 self.die(effect.child, ProcessExit(signal=effect.signal))
 
 
-def ready_bench(config: SuperviseConfig = CONFIG) -> Bench:
-    bench = Bench(config)
+def ready_bench(config: SuperviseConfig = CONFIG, *, serves_others: bool = False) -> Bench:
+    bench = Bench(config, serves_others)
     bench.send(Tick())
     bench.look()
     return bench

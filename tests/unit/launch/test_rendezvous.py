@@ -187,6 +187,18 @@ def test_the_room_of_the_poorest_machine_counts() -> None:
     assert leading.result().pages == 6
 
 
+def test_machine_0_learns_how_another_ones_ranks_crashed() -> None:
+    first, second, third = machines("pp3", 3)
+    waiting = first.rendezvous()
+    leading = InThread(lambda: waiting.lead(first.hello, CONTEXT))
+    crashed = structs.replace(third.hello, predecessor_fault="rank 2: killed by SIGSEGV")
+    others = [InThread(lambda: second.rendezvous().follow(second.hello))]
+    others.append(InThread(lambda: third.rendezvous().follow(crashed)))
+    for each in (leading, *others):
+        each.result()
+    assert waiting.fault_elsewhere == "machine 2: rank 2: killed by SIGSEGV"
+
+
 def test_a_machine_that_goes_while_others_are_waited_for_may_come_back() -> None:
     first, second, third = machines("pp3", 3)
     waiting = first.rendezvous()

@@ -402,6 +402,20 @@ def test_workers_alone_have_time_to_hand_over_and_a_second_signal_means_now() ->
     assert machine.handle(ProcessExited("decode-0", 1, ProcessExit(code=0)), 3.0)[-1] == AllExited(0)
 
 
+def test_workers_have_what_is_left_of_the_drain_for_gateways_of_other_hosts() -> None:
+    bench = ready_bench(serves_others=True)
+    begun = bench.now
+    bench.send(StopRequested())
+    bench.run(1.0)
+    effects = bench.die(GATEWAY, ProcessExit(code=0))
+    assert {(k.child, k.signal) for k in of_type(SendSignal, effects)} == {
+        ("prefill-0", signal.SIGTERM),
+        ("decode-0", signal.SIGTERM),
+    }
+    assert of_type(SendSignal, bench.run(begun + CONFIG.drain_s - bench.now - 0.1)) == []
+    assert {k.signal for k in of_type(SendSignal, bench.run(0.2))} == {signal.SIGKILL}
+
+
 def test_how_a_process_ended_in_words() -> None:
     assert str(ProcessExit(code=3)) == "exit code 3"
     assert str(ProcessExit(signal=9, reason="out of pages")) == "out of pages (killed by SIGKILL)"

@@ -71,8 +71,8 @@ class RemoteRank:
         on_lost: Callable[[str], None],
         on_report: Callable[[bytes], None] = _nothing,
     ) -> None:
-        """``on_lost``: called once, by the thread that reads, with the reason why the link has ended, unless it was
-        closed here.  ``on_report``: called by that thread with each report."""
+        """``on_lost``: called once with the reason why the link has ended, unless it was closed here, by the thread
+        that notices it, before others learn of it.  ``on_report``: called with each report by the thread that reads."""
         self.name = name
         self._link = link
         self._on_lost = on_lost
@@ -81,6 +81,7 @@ class RemoteRank:
         self._room = {kind: threading.Semaphore(READ_AHEAD_RECORDS) for kind in _Kind}
         self._closed = False
         self._why = ""
+        self._losing = threading.Lock()
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=body, name=f"{body.__name__} {name}", daemon=True)
@@ -144,7 +145,14 @@ class RemoteRank:
             for first in range(0, max(1, len(data)), PIECE_BYTES):
                 self._link.send(label, data[first : first + PIECE_BYTES])
         except OSError as error:
-            raise GroupError(f"the link to {self.name} has ended: {error}") from error
+            self._lose(error)
+            raise GroupError(self._why) from error
+
+    def _lose(self, error: Exception) -> None:
+        with self._losing:
+            is_first, self._why = not self._why, self._why or f"the link to {self.name} has ended: {error}"
+        if is_first and not self._closed:
+            self._on_lost(self._why)
 
     def _next(self, kind: _Kind, check: Callable[[], None]) -> tuple[int, int, memoryview]:
         while True:
@@ -175,12 +183,10 @@ class RemoteRank:
                     self._room[kind].acquire()
                     self._come[kind].put((rows, total, piece))
         except (OSError, ProtocolError) as error:
-            self._why = f"the link to {self.name} has ended: {error}"
+            self._lose(error)
         self._over.set()
         for come in self._come.values():
             come.put(None)
-        if not self._closed:
-            self._on_lost(self._why)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
