@@ -232,8 +232,10 @@ is on if its group names them, or 0.
 {{- $secrets = append $secrets "kv-key" -}}
 {{- $_ := set $settings "kv_key" "/keys/kv-key/kv-key" -}}
 {{- end -}}
-{{- if and .worker (not (hasKey $settings "threads")) (regexMatch "^[0-9]+$" $cpu) -}}
-{{- $_ := set $settings "threads" (max 1 (div (int $cpu) $podRanks)) -}}
+{{- if and .worker (not (hasKey $settings "threads")) -}}
+{{- /* Whole ones of a quantity as "8", "3.5" or "7500m". */ -}}
+{{- $cores := div (regexFind "^[0-9]+" $cpu | atoi) (ternary 1000 1 (hasSuffix "m" $cpu)) -}}
+{{- $_ := set $settings "threads" (max 1 (div $cores $podRanks)) -}}
 {{- end -}}
 {{- $written := list -}}
 {{- range $key := list "kv_disk" "response_store" "audit_log" "trace_file" -}}

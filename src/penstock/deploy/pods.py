@@ -113,9 +113,9 @@ class PodFactory:
         A pod sees all processors of its host, so without a number its workers would use them all.
         """
         settings: dict[str, Any] = {key: KEY_PLACES.get(key, value) for key, value in workload.settings.items()}
-        cores = self.resources(workload).cpu
-        if workload.group is not None and "threads" not in settings and cores.isdigit():
-            settings["threads"] = max(1, int(cores) // math.ceil(workload.mesh.ranks / workload.hosts))
+        if workload.group is not None and "threads" not in settings:
+            cores = _whole_cores(self.resources(workload).cpu)
+            settings["threads"] = max(1, cores // math.ceil(workload.mesh.ranks / workload.hosts))
         return replace(workload, settings=settings)
 
     def resources(self, workload: Workload) -> ReservedResources:
@@ -362,6 +362,12 @@ def _worker_probes() -> Document:
         "readinessProbe": probe("--ready") | every | {"failureThreshold": 3},
         "livenessProbe": probe("--live") | every | {"failureThreshold": WORKER_LIVE_FAILURES},
     }
+
+
+def _whole_cores(cpu: str) -> int:
+    """The processors of a quantity of Kubernetes, as "8", "3.5" or "7500m", rounded down."""
+    whole = int(cpu.removesuffix("m").partition(".")[0])
+    return whole // 1000 if cpu.endswith("m") else whole
 
 
 def _quantities(resources: ReservedResources) -> Document:

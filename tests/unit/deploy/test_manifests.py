@@ -279,6 +279,19 @@ def test_https_and_folders_to_write_have_volumes(tmp_path: Path, capsys: pytest.
     assert "ReadWritePaths=/kv\nReadWritePaths=/log\n" in units
 
 
+@pytest.mark.parametrize(
+    ("cpu", "threads"),
+    [("8", 4), ("7", 3), ("7500m", 3), ("7.999", 3), ("2500m", 1), ("0.5", 1), ("100m", 1), ("12000.5m", 6)],
+)
+def test_both_ranks_of_a_pod_divide_its_whole_processors(
+    cpu: str, threads: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a number of threads each would use all processors of the host, since pods have no limit of them."""
+    fleet = changed(tmp_path, ("resources = {", f'resources = {{ decode = {{ cpu = "{cpu}" }},'))
+    settings = of_kind(kubernetes(capsys, fleet), "ConfigMap")["two-hosts-settings"]["data"]
+    assert tomllib.loads(settings["two-hosts-decode.toml"])["threads"] == threads
+
+
 def test_a_route_leads_to_the_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = '[kubernetes]\nhttp_gateway = "edge/public"\nhostnames = ["llm.example.org"]'
     documents = kubernetes(capsys, changed(tmp_path, ("[kubernetes]", more)))
