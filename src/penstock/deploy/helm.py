@@ -22,6 +22,7 @@ import msgspec
 from penstock.config.fleet_file import FleetFile, PodKind
 from penstock.config.load import NODE_OWNED, SECRETS, SIZES, TEXT_LISTS
 from penstock.config.schema import ServeConfig
+from penstock.deploy.kubernetes import ROUTED_PATHS
 from penstock.deploy.workloads import GATEWAY_SETTINGS, WORKER_SETTINGS
 
 Schema = dict[str, Any]
@@ -49,6 +50,7 @@ def chart_files() -> dict[str, str]:
     return {
         "values.schema.json": json.dumps(values_schema(), indent=1) + "\n",
         "files/settings.json": json.dumps(settings, indent=1) + "\n",
+        "files/paths.json": json.dumps(ROUTED_PATHS, indent=1) + "\n",
     }
 
 

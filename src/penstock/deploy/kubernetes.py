@@ -16,7 +16,9 @@ cluster: ``kubectl apply`` is the reader's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
+from penstock.api.key_permissions import ROUTE_PATHS, UNRESTRICTED_PATHS
 from penstock.config.fleet_file import KubernetesOptions
 from penstock.deploy.inference_pool import TLS_SECRET, picker_documents, pool_reference
 from penstock.deploy.pods import (
@@ -42,6 +44,10 @@ SCALE_DOWN_S = 300
 LWS = "leaderworkerset.x-k8s.io/v1"
 KEDA = "keda.sh/v1alpha1"
 GATEWAY_API = "gateway.networking.k8s.io/v1"
+
+ROUTED_PATHS = tuple(path for path in (*chain(*ROUTE_PATHS.values()), *UNRESTRICTED_PATHS) if path.startswith("/v1/"))
+"""Those of clients, with what is below them.  Not all of /v1 but two: a Gateway may compare ``/v1/%6Coad_lora_adapter``
+as it is written, and Penstock decodes it."""
 
 
 def kubernetes_documents(
@@ -236,7 +242,7 @@ def _wait_trigger(pods: PodFactory, workload: Workload, wait_s: float) -> Docume
 def _routes(pods: PodFactory, gateways: Workload) -> Iterator[Document]:
     """From a Gateway to the Service, or to the InferencePool if there is one.
 
-    What is for operators and probes stays within the cluster.
+    What is for operators and probes stays within the cluster: the one key of PENSTOCK_API_KEY would open it.
     """
     if pods.options.http_gateway is None:
         return
@@ -244,7 +250,7 @@ def _routes(pods: PodFactory, gateways: Workload) -> Iterator[Document]:
         raise ConfigError("[kubernetes] http_gateway: the Gateway ends TLS, so leave out tls_cert and tls_key")
     namespace, _, name = pods.options.http_gateway.rpartition("/")
     rule: Document = {
-        "matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}],
+        "matches": [{"path": {"type": "PathPrefix", "value": path}} for path in ROUTED_PATHS],
         "backendRefs": [pool_reference(pods) if pods.options.picker else {"name": pods.fleet.name, "port": 80}],
         "timeouts": {"request": "0s"},  # none: a stream takes as long as it takes
     }

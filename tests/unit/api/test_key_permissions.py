@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import typing
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from penstock.api.key_permissions import (
     visible_cards,
 )
 from penstock.config.api_keys import RouteName
+from penstock.deploy.kubernetes import ROUTED_PATHS
 from penstock.errors import Forbidden, ModelNotAllowed, Unauthorized
 from penstock.interfaces import ModelCard
 from penstock.processing.model_aliases import find_card, listed_cards
@@ -100,6 +104,23 @@ def test_every_path_of_both_applications_belongs_somewhere():
             or path.split("/{")[0] in UNRESTRICTED_PATHS
         )
         assert found, path
+
+
+def test_a_cluster_lets_out_all_paths_of_clients_and_none_of_operators():
+    for path in paths_of_a_gateway():
+        routed = any(path == each or path.startswith(f"{each}/") for each in ROUTED_PATHS)
+        assert routed == (path.startswith("/v1/") and not path.startswith(OPERATOR_PATHS)), path
+
+
+def test_the_proxies_of_the_documentation_block_what_is_for_operators():
+    page = (Path(__file__).parents[3] / "docs/security.md").read_text(encoding="utf-8")
+    nginx, caddy = re.search(r"location ~ (\S+) {", page), re.search(r"@operators path (.+)", page)
+    assert nginx
+    assert caddy
+    for path in paths_of_a_gateway():
+        blocked = path.startswith(OPERATOR_PATHS)
+        assert (re.search(nginx[1], path) is not None) == blocked, path
+        assert any(fnmatch(path, pattern) for pattern in caddy[1].split()) == blocked, path
 
 
 def paths_of_a_gateway() -> list[str]:

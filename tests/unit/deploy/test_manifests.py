@@ -300,6 +300,10 @@ def test_a_route_leads_to_the_service(tmp_path: Path, capsys: pytest.CaptureFixt
     assert route["spec"]["parentRefs"] == [{"name": "public", "namespace": "edge"}]
     assert route["spec"]["hostnames"] == ["llm.example.org"]
     (rule,) = route["spec"]["rules"]
+    paths = [match["path"]["value"] for match in rule["matches"]]
+    assert "/v1/chat/completions" in paths
+    assert len(paths) <= 64, "more are refused"
+    assert not any("/v1/load_lora_adapter".startswith(path) for path in paths), "that is for operators"
     (to,) = rule["backendRefs"]
     service = of_kind(documents, "Service")[to["name"]]
     assert [port["port"] for port in service["spec"]["ports"]] == [to["port"]]
