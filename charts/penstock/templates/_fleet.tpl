@@ -248,6 +248,7 @@ is on if its group names them, or 0.
 {{- if ne $path "/tmp" -}}{{- $written = append $written $path -}}{{- end -}}
 {{- end -}}
 {{- end -}}
+{{- include "penstock.checkModels" (dict "root" .root "settings" $settings) -}}
 {{- $graceS := add (ceil .drainS | int) (ternary 15 20 .worker) -}}
 {{- $found := dict "name" .name "component" .component "worker" .worker "count" .count "secrets" $secrets -}}
 {{- $_ := set $found "config" (include "penstock.settings" $settings) -}}
@@ -262,4 +263,25 @@ is on if its group names them, or 0.
 {{- $_ := set $found "scaled" (not (empty $scale)) -}}
 {{- $_ := set $found "least" (ternary (dig "min" 1 ($scale | default dict)) .count (not (empty $scale))) -}}
 {{- toJson $found -}}
+{{- end }}
+
+{{/*
+Fails for an adapter or a draft model that pods do not have.  Takes root and settings.
+*/}}
+{{- define "penstock.checkModels" -}}
+{{- $path := (include "penstock.models" .root | fromYaml).path | default "" -}}
+{{- $lora := get .settings "lora" | default list -}}
+{{- $named := list -}}
+{{- range ternary (splitList "," (toString $lora)) $lora (kindIs "string" $lora) -}}
+{{- if trim . -}}{{- $named = append $named (regexReplaceAll "^[^=]*=" (trim .) "") -}}{{- end -}}
+{{- end -}}
+{{- with get .settings "draft_model" -}}{{- $named = append $named . -}}{{- end -}}
+{{- range $named -}}
+{{- if not (hasPrefix "/" .) -}}{{- fail (printf "%q: pods have no such folder; give an absolute path" .) -}}{{- end -}}
+{{- if not (hasPrefix (clean $path | trimSuffix "/" | printf "%s/") (clean . | printf "%s/")) -}}
+{{- $have := ternary (printf "models of %s only" $path) "no models" (ne $path "") -}}
+{{- $what := "let kubernetes.models_path name a folder that has all models and adapters" -}}
+{{- fail (printf "%s: pods have %s; %s" . $have $what) -}}
+{{- end -}}
+{{- end -}}
 {{- end }}

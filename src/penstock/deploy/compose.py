@@ -13,10 +13,18 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import tomli_w
+from msgspec import structs
 
 from penstock.config.fleet_file import FleetFile, FleetNode
-from penstock.deploy.workloads import checked_node, is_path, resource_name
-from penstock.errors import ConfigError
+from penstock.deploy.workloads import (
+    Settings,
+    absolute_path,
+    checked_node,
+    is_path,
+    read_folders,
+    resource_name,
+    written_folders,
+)
 
 STOP_MARGIN_S = 15
 """After ``drain_s``, for processes to end; then they are killed."""
@@ -62,9 +70,7 @@ def _inside(fleet: FleetFile, raw: Mapping[str, Any]) -> tuple[dict[str, Any], d
     mounts |= _mounted(inside.get("settings", {}), "/files")
     model = fleet.model
     if model is not None and is_path(model):
-        if not model.startswith("/"):
-            raise ConfigError(f'model = "{model}": containers have no such folder; give an absolute path')
-        folder = str(PurePosixPath(model).parent)
+        folder = str(PurePosixPath(absolute_path("model", model, "containers")).parent)
         mounts[folder] = folder
     return inside, {name: mounts | files for name, files in own.items()}
 
@@ -76,6 +82,18 @@ def _mounted(settings: dict[str, Any], folder: str) -> dict[str, str]:
         place = f"{folder}/{key}"
         mounts[place], settings[key] = settings[key], place
     return mounts
+
+
+def _volumes(mounts: Mapping[str, str], settings: Settings) -> list[str | dict[str, Any]]:
+    """What a node's container has of the host.  Raises ConfigError."""
+    found: list[str | dict[str, Any]] = [f"{outside}:{inside}:ro" for inside, outside in mounts.items()]
+    for path in read_folders(settings, "containers"):
+        if not any(PurePosixPath(path).is_relative_to(inside) for inside in mounts):
+            found.append(f"{path}:{path}:ro")
+    for path in written_folders(settings, "containers"):
+        # A missing one is an error of Compose's: if Docker made it, it would be root's.
+        found.append({"type": "bind", "source": path, "target": path, "bind": {"create_host_path": False}})
+    return found
 
 
 def _service(
@@ -92,7 +110,7 @@ def _service(
         "image": image,
         "command": ["node", FLEET_PATH, "--name", node.name],
         "configs": [{"source": "fleet", "target": FLEET_PATH}],
-        "volumes": [f"{outside}:{inside}:ro" for inside, outside in mounts.items()],
+        "volumes": _volumes(mounts, structs.asdict(config)),
         "user": "${PENSTOCK_USER:-10001:10001}",  # whom the files with keys belong to
         "read_only": True,
         "tmpfs": ["/tmp"],  # noqa: S108 - of the container

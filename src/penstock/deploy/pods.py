@@ -15,11 +15,19 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, replace
-from posixpath import dirname, normpath
+from pathlib import PurePosixPath
+from posixpath import dirname
 from typing import Any, TypeAlias
 
 from penstock.config.fleet_file import KubernetesOptions, PodResources
-from penstock.deploy.workloads import FleetWorkloads, Workload, is_path
+from penstock.deploy.workloads import (
+    FleetWorkloads,
+    Workload,
+    absolute_path,
+    is_path,
+    read_folders,
+    written_folders,
+)
 from penstock.errors import ConfigError
 
 Document: TypeAlias = dict[str, Any]
@@ -59,10 +67,6 @@ API_KEYS = "api-keys"
 API_KEY = "api-key"
 TLS = "tls"
 KV_KEY = "kv-key"
-
-FOLDER_SETTINGS = ("kv_disk", "response_store")
-FILE_SETTINGS = ("audit_log", "trace_file")
-"""Settings that name what is written: a volume that lives as long as the pod."""
 
 AWAY_S = 30
 """For a host that cannot be reached, before its pods are replaced elsewhere."""
@@ -251,35 +255,28 @@ class PodFactory:
             "volumeMounts": mounts,
         }
 
-    def _models(self) -> tuple[str, Document] | None:
-        """Where pods have models, and the volume; None: the bundled model, or one of the Hub."""
+    def _models(self, workload: Workload) -> tuple[str, Document] | None:
+        """Where pods have models, and the volume; None: the bundled model, or one of the Hub.
+
+        Raises ConfigError for a model, draft model or adapter that they do not have there.
+        """
         model, path = self.fleet.model, self.options.models_path
         if path is None and model is not None and is_path(model):
-            if not model.startswith("/"):
-                raise ConfigError(f'model = "{model}": pods have no such folder; give an absolute path')
-            path = dirname(normpath(model))
+            path = dirname(absolute_path("model", model, "pods"))
+        for folder in read_folders(workload.settings, "pods"):
+            if path is None or not PurePosixPath(folder).is_relative_to(path):
+                raise ConfigError(
+                    f"{folder}: pods have {'no models' if path is None else f'models of {path} only'}; let models_path "
+                    "of [kubernetes] name a folder that has all models and adapters"
+                )
         if path is None:
             return None
         if self.options.models_claim is not None:
             return path, {"persistentVolumeClaim": {"claimName": self.options.models_claim, "readOnly": True}}
         return path, {"hostPath": {"path": path, "type": "Directory"}}
 
-    def _written(self, workload: Workload) -> list[str]:
-        """Folders that settings name to be written."""
-        found = set()
-        for key in (*FOLDER_SETTINGS, *FILE_SETTINGS):
-            if key not in workload.settings:
-                continue
-            path = normpath(str(workload.settings[key]))
-            if not path.startswith("/"):
-                raise ConfigError(
-                    f'{key} = "{workload.settings[key]}": pods have no such folder; give an absolute path'
-                )
-            found.add(path if key in FOLDER_SETTINGS else dirname(path))
-        return sorted(found - {"/tmp"})  # noqa: S108 - a volume of the pod
-
     def _mounts(self, workload: Workload) -> list[Document]:
-        models = self._models()
+        models = self._models(workload)
         found: list[Document] = [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a volume of the pod
             {"name": "settings", "mountPath": CONFIG_FOLDER, "readOnly": True},
@@ -287,11 +284,11 @@ class PodFactory:
         ]
         if models is not None:
             found.append({"name": "models", "mountPath": models[0], "readOnly": True})
-        written = enumerate(self._written(workload))
+        written = enumerate(written_folders(workload.settings, "pods"))
         return [*found, *({"name": f"written-{number}", "mountPath": path} for number, path in written)]
 
     def _volumes(self, workload: Workload) -> list[Document]:
-        models = self._models()
+        models = self._models(workload)
         found: list[Document] = [
             {"name": "tmp", "emptyDir": {}},
             {"name": "settings", "configMap": {"name": f"{self.fleet.name}-settings"}},
@@ -306,10 +303,8 @@ class PodFactory:
         ]
         if models is not None:
             found.append({"name": "models", **models[1]})
-        return [
-            *found,
-            *({"name": f"written-{number}", "emptyDir": {}} for number, _ in enumerate(self._written(workload))),
-        ]
+        written = enumerate(written_folders(workload.settings, "pods"))
+        return [*found, *({"name": f"written-{number}", "emptyDir": {}} for number, _ in written)]
 
 
 def pod_frame(workload: str, grace_s: int) -> Document:

@@ -10,14 +10,10 @@ from pathlib import PurePosixPath
 
 from penstock.config.fleet_file import FleetFile, FleetNode
 from penstock.config.schema import ServeConfig
-from penstock.deploy.workloads import checked_node
+from penstock.deploy.workloads import WRITTEN_FILES, WRITTEN_FOLDERS, checked_node
 
 STOP_MARGIN_S = 15
 """After ``drain_s``, for processes to end; then systemd kills what is left."""
-
-WRITTEN_FOLDERS = ("kv_disk", "response_store")
-WRITTEN_FILES = ("audit_log", "trace_file")
-"""Settings of what is written outside of the unit's own folders."""
 
 UNIT = """\
 # Made by `penstock manifests systemd`.  Requests of clients are answered with the keys in /etc/penstock/environment

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from posixpath import dirname, normpath
 from typing import Any
 
 from msgspec import structs
 
 from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, WorkerGroup
-from penstock.config.load import HERE_ONLY, load_node
+from penstock.config.load import HERE_ONLY, load_node, parse_setting
 from penstock.config.mesh import Mesh
 from penstock.config.schema import ServeConfig, WorkerServeConfig
 from penstock.deploy.settings_file import settings_text
@@ -25,6 +26,10 @@ GATEWAY = "gateway"
 
 MAX_NAME_CHARS = 40
 """A fleet's name in names of resources, to which up to 23 characters are added; a label has up to 63 (RFC 1123)."""
+
+WRITTEN_FOLDERS = ("kv_disk", "response_store")
+WRITTEN_FILES = ("audit_log", "trace_file")
+"""Settings that name what is written."""
 
 Settings = Mapping[str, Any]
 
@@ -193,3 +198,32 @@ def _workers(fleet: FleetFile, fleet_name: str) -> Iterator[Workload]:
 def is_path(model: str) -> bool:
     """Whether a model is named by a path, not by its name on the Hub."""
     return model.startswith(("/", ".", "~"))
+
+
+def absolute_path(key: str, path: str, where: str) -> str:
+    """The path, normalized; ``key``: whose value names it, ``where``: "pods" or "containers".
+
+    Raises ConfigError for one that depends on a working or home folder, which are others there.
+    """
+    if not path.startswith("/"):
+        raise ConfigError(f'{key} = "{path}": {where} have no such folder; give an absolute path')
+    return normpath(path)
+
+
+def written_folders(settings: Settings, where: str) -> list[str]:
+    """Folders that settings name to be written, without /tmp, which always can be.  Raises ConfigError."""
+    found = set()
+    for key in (*WRITTEN_FOLDERS, *WRITTEN_FILES):
+        if settings.get(key) is not None:
+            path = absolute_path(key, settings[key], where)
+            found.add(path if key in WRITTEN_FOLDERS else dirname(path))
+    return sorted(found - {"/tmp"})  # noqa: S108 - a volume of its own
+
+
+def read_folders(settings: Settings, where: str) -> list[str]:
+    """Folders of adapters, and of the draft model.  Raises ConfigError."""
+    lora = parse_setting(ServeConfig, "lora", settings.get("lora", ()), "lora")
+    named = [(f"lora {name}", folder) for name, _, folder in (text.partition("=") for text in lora)]
+    if settings.get("draft_model") is not None:
+        named.append(("draft_model", settings["draft_model"]))
+    return [absolute_path(key, path, where) for key, path in named]

@@ -136,6 +136,9 @@ FLEETS = {
     "a key of clients": FLEET.read_text().replace('api_keys = "/etc/penstock/api-keys.json"', 'api_key = "sesame"'),
     "the bundled model": FLEET.read_text().replace('model = "/models/llama"', ""),
     "a model of the Hub": FLEET.read_text().replace("/models/llama", "org/name"),
+    "adapters and a draft model": FLEET.read_text().replace(
+        "max_model_len = 8192", 'draft_model = "/models/small"\nlora = ["a=/models/a", "b=/models/llama/b/"]'
+    ),
     "models elsewhere": FLEET.read_text().replace("[kubernetes]", '[kubernetes]\nmodels_path = "/m"'),
     "kinds that differ in settings": FLEET.read_text().replace('address = "10.0.0.2"', OTHER_SETTINGS),
     "kinds without groups": FLEET.read_text()

@@ -212,7 +212,8 @@ SETTINGS = st.fixed_dictionaries(
         "kv_memory": st.sampled_from(["2GiB", 1 << 31, "1.5g"]),
         "threads": st.integers(1, 64),
         "served_model_name": st.text("aB0-_. \"'\\<&>#=éλ\U0001f600", min_size=1),
-        "lora": st.sampled_from([["a=/a", "b=/b"], "a=/a,b=/b"]),
+        "lora": st.sampled_from([["a=/m/a", "b=/m/b"], "a=/m/a, b=/m/b/"]),
+        "draft_model": st.just("/m/small"),
         "log_json": st.booleans(),
         "supervise": st.fixed_dictionaries({}, optional={"drain_s": SECONDS, "wedge_s": st.floats(0.5, 10)}),
         "failover": st.fixed_dictionaries({}, optional={"no_path_s": SECONDS}),
@@ -301,6 +302,8 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
     single = [role for role in ROLES if roles.count(role) == 1]
     if draw(st.booleans()):
         cluster["autoscale"] = draw(st.dictionaries(st.sampled_from([*single, "gateway"]), RANGES, max_size=2))
+    if any({"lora", "draft_model"} & one["settings"].keys() for one in (fleet, *nodes) if "settings" in one):
+        cluster["models_path"] = "/m"
     fleet |= {"groups": groups} if groups else {}
     return fleet | ({"model": model} if model else {}) | {"nodes": nodes, "kubernetes": cluster}
 
@@ -380,12 +383,20 @@ def with_group(text: str, own: str = "") -> tuple[str, str]:
     return LAST_NODE, f"{LAST_NODE}{own}\n[[groups]]\n{text}\n"
 
 
+MODEL_OF_HUB = (
+    'model = "/models/llama"\nkeys = "/etc/penstock/host-keys"\n\n[settings]',
+    'model = "org/name"\n\n[settings]\nlora = ["a=/a"]',
+)
 WRONG_FLEETS = [
     (("drain_s = 60.0 }\n\n[kubernetes]", TLS_SETTINGS), "the Gateway ends TLS"),
     (('address = "10.0.0.2"', 'address = "10.0.0.2"\ngateways = 1'), "nodes a and b differ in api_keys"),
     (("max_model_len = 8192", 'transfer = "shm"'), "moves pages within one host"),
     (("max_model_len = 8192", 'tls_cert = "/a.pem"'), "HTTPS needs a certificate and its key"),
     (("max_model_len = 8192", 'kv_disk = "kv"'), "give an absolute path"),
+    (("max_model_len = 8192", 'lora = "a=a"'), "give an absolute path"),
+    (("max_model_len = 8192", 'lora = "a=/models/a, b=/b"'), "/b: pods have models of /models only"),
+    (("max_model_len = 8192", 'draft_model = "/models2"'), "/models2: pods have models of /models only"),
+    (MODEL_OF_HUB, "/a: pods have no models"),
     (('prometheus = "http', '# prometheus = "http'), "add prometheus: URL to kubernetes"),
     (("prefill = { max = 6", "both = { max = 6"), "kubernetes.autoscale.both: the fleet has none"),
     (("min = 2, max = 4", "min = 5, max = 4"), "max = 4 is less than min = 5"),

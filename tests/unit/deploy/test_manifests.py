@@ -279,6 +279,40 @@ def test_https_and_folders_to_write_have_volumes(tmp_path: Path, capsys: pytest.
     assert "ReadWritePaths=/kv\nReadWritePaths=/log\n" in units
 
 
+PATHS = """max_model_len = 8192
+kv_disk = "/kv/"
+response_store = "/var/responses"
+audit_log = "/log/audit.jsonl"
+trace_file = "/tmp/trace"
+draft_model = "/drafts/small"
+lora = ["sql=/adapters/sql", "own=/models/own"]
+"""
+
+
+def test_containers_have_what_settings_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their roots are read-only, and have no models."""
+    document = yaml.safe_load(manifests(capsys, "compose", changed(tmp_path, ("max_model_len = 8192", PATHS))))
+    assert compose_error(document) == ""
+    for service in document["services"].values():
+        read = [volume for volume in service["volumes"] if isinstance(volume, str)]
+        assert read[-2:] == ["/adapters/sql:/adapters/sql:ro", "/drafts/small:/drafts/small:ro"]
+        assert not any("own" in volume for volume in read), "it is below the models"
+        written = [volume for volume in service["volumes"] if volume not in read]
+        assert [(one["source"], one["target"]) for one in written] == [
+            (folder, folder) for folder in ("/kv", "/log", "/var/responses")
+        ]
+        assert not any(one["bind"]["create_host_path"] for one in written), "Docker would make them as root"
+
+
+@pytest.mark.parametrize("setting", ['kv_disk = "kv"', 'audit_log = "~/audit"', 'draft_model = "x"', 'lora = "a=~/a"'])
+@pytest.mark.parametrize("kind", ["compose", "kubernetes"])
+def test_paths_of_containers_and_pods_are_absolute(
+    kind: str, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["manifests", kind, str(changed(tmp_path, ("max_model_len = 8192", setting)))]) == 2
+    assert "have no such folder; give an absolute path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("cpu", "threads"),
     [("8", 4), ("7", 3), ("7500m", 3), ("7.999", 3), ("2500m", 1), ("0.5", 1), ("100m", 1), ("12000.5m", 6)],
@@ -380,6 +414,8 @@ def test_the_command_of_a_picker_is_one(tls: bool, tmp_path: Path, capsys: pytes
         (("prefill = { max = 6", "both = { max = 6"), "[kubernetes.autoscale] both: the fleet has none"),
         (("min = 2, max = 4", "min = 5, max = 4"), "max = 4 is less than min = 5"),
         (('model = "/models/llama"', 'model = "~/llama"'), "give an absolute path"),
+        (("max_model_len = 8192", 'lora = "a=/models/a,b=/b"'), "/b: pods have models of /models only"),
+        (("max_model_len = 8192", 'draft_model = "/models2"'), "/models2: pods have models of /models only"),
         (('cpu = "8"', 'cpu = "eight"'), "fleet.toml"),
         (('name = "two hosts"', 'name = "2"'), "it must begin with a letter"),
     ],
