@@ -397,16 +397,27 @@ def services(there: Place) -> Iterator[tuple[str, Node]]:
         environ = {name: variables[value] for name, value in service.get("environment", {}).items()}
         (config,) = service["configs"]
         there.owned_keys()
-        mounts = {inside: Path(outside) for outside, inside, _ in (one.split(":") for one in service["volumes"])}
+        mounts = dict(map(_volume, service["volumes"]))
         mounts |= {path: there.folder(f"{node}-tmpfs") for path in service["tmpfs"]}
         mounts |= {config["target"]: fleet, "/etc/hosts": there.hosts_file}
         address = f"{NETWORK}.{11 + number}"
         there.name_addresses(**{address: node})
-        container = Container(there.host, node, address, mounts=mounts, environ=environ)
+        outer_first = dict(sorted(mounts.items()))  # as Docker mounts them
+        container = Container(there.host, node, address, mounts=outer_first, environ=environ)
         kind, *healthcheck = service["healthcheck"]["test"]
         assert kind == "CMD"
         grace_s = float(service["stop_grace_period"].removesuffix("s"))
         yield node, Node(container, ["penstock", *service["command"]], grace_s, healthcheck)
+
+
+def _volume(volume: str | dict[str, Any]) -> tuple[str, Path]:
+    """Where a container has it, and the host's path."""
+    if isinstance(volume, str):
+        outside, inside, how = volume.split(":")
+        assert how == "ro"
+        return inside, Path(outside)
+    assert not volume["bind"]["create_host_path"]
+    return volume["target"], Path(volume["source"])
 
 
 @dataclass

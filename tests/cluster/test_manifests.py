@@ -6,14 +6,18 @@ signals, files, users and grace periods.  No cluster, no systemd and no containe
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
-from .containers import NETWORK
+from .asking import penstock
+from .containers import NETWORK, USER
 from .manifest_processes import (
     STREAMS,
     NodesOf,
@@ -120,3 +124,45 @@ def test_nodes_serve_drain_and_come_back(nodes_of: NodesOf, tmp_path: Path, want
         drained = nodes.drain("a", 1)
         assert (drained.code, drained.texts) == (0, [wanted]), "what runs is finished in the grace period"
         assert nodes.nodes["b"].end() == 0
+
+
+class KeysOfContainers:
+    """A file of API keys that the user of containers owns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "keys.json"
+        self._draft = folder.parent / "draft.json"
+
+    def change(self, *words: str) -> str:
+        """`penstock keys` as that user; what it prints."""
+        run = penstock("keys", words[0], str(self._draft), *words[1:])
+        assert run.returncode == 0, run.stderr
+        new = shutil.copy2(self._draft, self.path.with_suffix(".new"))
+        if os.geteuid() == 0:
+            os.chown(new, USER, USER)
+        new.replace(self.path)
+        return run.stdout
+
+
+@pytest.mark.long
+def test_a_container_writes_where_settings_say_and_refuses_a_key_once_it_is_revoked(tmp_path: Path) -> None:
+    with place(tmp_path) as there:
+        audit, keys = there.folder("log") / "audit.jsonl", KeysOfContainers(there.folder("clients"))
+        key, about, *_ = keys.change("add", "--tenant", "me").splitlines()
+        own = f'[settings]\napi_keys = "{keys.path}"\naudit_log = "{audit}"'
+        there.fleet.write_text(there.fleet.read_text().replace("[settings]", own))
+        nodes = dict(services(there))
+        there.containers += [node.container for node in nodes.values()]
+        for node in nodes.values():
+            node.start()
+        url = f"http://127.0.0.1:{there.host.relay(nodes['a'].container.address, 8000)}"
+        wait_for(nodes["a"].is_healthy, "healthy")
+
+        def status() -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).status_code
+
+        assert status() == 200
+        keys.change("revoke", about.split()[0])
+        wait_for(lambda: status() == 401, "revoked, without a restart")
+        assert [json.loads(line) for line in audit.read_text().splitlines()]

@@ -43,6 +43,7 @@ examples:
   penstock keys revoke keys.json k-1a2b3c4d                  this key opens nothing any more
   penstock serve --api-keys keys.json                        reads the file, and again whenever it changes
 
+Each change replaces the file.  A container that mounts FILE alone keeps the old one until a restart: mount its folder.
 docs/scheduling.md explains tenants, classes and weights, docs/security.md expiry, models and routes.
 Keys between hosts: penstock host-keys --help
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -25,6 +26,7 @@ from penstock.deploy.workloads import (
     resource_name,
     written_folders,
 )
+from penstock.errors import ConfigError
 
 STOP_MARGIN_S = 15
 """After ``drain_s``, for processes to end; then they are killed."""
@@ -34,7 +36,11 @@ FLEET_PATH = "/etc/penstock/fleet.toml"
 KEYS_PATH = "/keys"
 
 FILES = ("api_keys", "tls_cert", "tls_key", "kv_key")
-"""Settings that name files of the host, which containers get."""
+"""Settings that name files of the host, which containers get: of ``api_keys`` with its folder, of others alone, as a
+certificate may be a link to elsewhere."""
+
+SHARED_FOLDER = re.compile(r"/|/[^/]+|/home/[^/]+|~[^/]*|\.|\.\.(/\.\.)*")
+"""A folder that is no file's own, by its path: one at the root, a home folder, or where Compose is started."""
 
 PROBE = {"interval": "10s", "timeout": "10s", "retries": 3, "start_period": "3600s", "start_interval": "5s"}
 """The start may take an hour: the supervisor itself ends one that makes no progress (``start_s``)."""
@@ -76,17 +82,31 @@ def _inside(fleet: FleetFile, raw: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def _mounted(settings: dict[str, Any], folder: str) -> dict[str, str]:
-    """Let settings name files where containers have them.  Returns the host's path of each."""
+    """Let settings name files where containers have them.  Returns what is mounted, by its path there.
+
+    Raises ConfigError for a file of API keys without a folder of its own.
+    """
     mounts = {}
     for key in [key for key in settings if key.replace("-", "_") in FILES]:
-        place = f"{folder}/{key}"
-        mounts[place], settings[key] = settings[key], place
+        place, path = f"{folder}/{key}", PurePosixPath(settings[key])
+        mounts[place], settings[key] = str(path), place
+        if key.replace("-", "_") == "api_keys":
+            # `penstock keys` replaces the file.  Mounted alone it would stay the old one, with keys that were revoked.
+            mounts[place], settings[key] = str(path.parent), f"{place}/{path.name}"
+            if SHARED_FOLDER.fullmatch(str(path.parent)):
+                raise ConfigError(
+                    f'{key} = "{path}": containers get the folder of this file, to see changes of keys; move it from '
+                    f"{path.parent} to a folder of its own"
+                )
     return mounts
 
 
 def _volumes(mounts: Mapping[str, str], settings: Settings) -> list[str | dict[str, Any]]:
     """What a node's container has of the host.  Raises ConfigError."""
-    found: list[str | dict[str, Any]] = [f"{outside}:{inside}:ro" for inside, outside in mounts.items()]
+    found: list[str | dict[str, Any]] = []
+    for inside, outside in mounts.items():
+        source = outside if outside.startswith(("/", ".", "~")) else f"./{outside}"  # not the name of a volume
+        found.append(f"{source}:{inside}:ro")
     for path in read_folders(settings, "containers"):
         if not any(PurePosixPath(path).is_relative_to(inside) for inside in mounts):
             found.append(f"{path}:{path}:ro")

@@ -164,7 +164,6 @@ def test_the_compose_file_is_valid_and_its_fleet_too(tmp_path: Path, capsys: pyt
     assert fleet.model == "/models/a$b"
     assert {node.name: node.address for node in fleet.nodes} == {"a": "a", "b": "b"}
     services = document["services"]
-    assert "/etc/penstock/api-keys.json:/files/a/api_keys:ro" in services["a"]["volumes"]
     assert not any("api_keys" in volume for volume in services["b"]["volumes"]), "b has no clients"
 
 
@@ -277,6 +276,30 @@ def test_https_and_folders_to_write_have_volumes(tmp_path: Path, capsys: pytest.
     assert "/log" in {mount["mountPath"] for mount in gateway["volumeMounts"]}
     units = manifests(capsys, "systemd", tmp_path / "fleet.toml")
     assert "ReadWritePaths=/kv\nReadWritePaths=/log\n" in units
+
+
+def test_containers_see_changes_of_api_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`penstock keys` replaces the file: one that is mounted alone would stay as it was."""
+    more = 'max_model_len = 8192\ntls_cert = "/etc/letsencrypt/live/a/fullchain.pem"\ntls_key = "/a.key"'
+    document = yaml.safe_load(manifests(capsys, "compose", changed(tmp_path, ("max_model_len = 8192", more))))
+    (a, _) = tomllib.loads(document["configs"]["fleet"]["content"])["nodes"]
+    assert a["settings"]["api_keys"] == "/files/a/api_keys/api-keys.json"
+    volumes = document["services"]["a"]["volumes"]
+    assert "/etc/penstock:/files/a/api_keys:ro" in volumes
+    assert "/etc/letsencrypt/live/a/fullchain.pem:/files/tls_cert:ro" in volumes, "links of certbot lead elsewhere"
+
+
+@pytest.mark.parametrize("folder", ["", "~/", "~me/", "/", "/etc/", "/home/me/", "/root/", "./", "../"])
+def test_no_container_gets_a_folder_that_api_keys_share_with_all(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = changed(tmp_path, ("/etc/penstock/api-keys.json", f"{folder}keys.json"))
+    assert main(["manifests", "compose", str(fleet)]) == 2
+    assert "to a folder of its own" in capsys.readouterr().err
+    fleet = changed(tmp_path, ("/etc/penstock/api-keys.json", f"{folder}own/clients/keys.json"))
+    mounted = yaml.safe_load(manifests(capsys, "compose", fleet))["services"]["a"]["volumes"][-1]
+    assert mounted.endswith("own/clients:/files/a/api_keys:ro")
+    assert mounted[0] in "/.~", "otherwise it is the name of a volume"
 
 
 PATHS = """max_model_len = 8192
