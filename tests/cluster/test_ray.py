@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -300,6 +301,16 @@ def test_a_worker_over_both_nodes_is_placed_as_one_group(
         assert "b: changed, drains" in said
         fleet.wait_whole("a-both-0")
         assert answered(fleet.b) == undisturbed
+        # Without the group they are no longer placed together; Ray ends both actors with their placement group.
+        fleet.write()
+        with ThreadPoolExecutor() as pool, streaming(fleet.a, max_tokens=900) as stream:
+            stream.read(50)
+            up = pool.submit(fleet.command, "up")
+            assert stream.read() == long_answer
+            said = up.result()
+        assert {line for line in said.splitlines() if "ended" in line} == {"a: has ended", "b: has ended"}
+        assert "killed" not in said
+        fleet.wait_whole()
     finally:
         fleet.command("down")
     for host in "ab":

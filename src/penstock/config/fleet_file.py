@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Annotated, Any, Literal
@@ -321,16 +321,27 @@ class FleetFile(Config, frozen=True, kw_only=True):
 
     def joined_nodes(self, node: FleetNode) -> tuple[FleetNode, ...]:
         """The node and all that workers on several nodes join it to, in the file's order."""
-        found, grown = {node.name}, True
-        while grown:
-            reached = {name for group in self.groups if found & set(group.nodes) for name in group.nodes}
-            grown = not reached <= found
-            found |= reached
+        found = joined_names(node.name, [frozenset(group.nodes) for group in self.groups])
         return tuple(other for other in self.nodes if other.name in found)
+
+    def only_follows(self, node: str) -> bool:
+        """Whether it has parts of workers on several nodes, and gateways reach all of these at other nodes."""
+        groups = [group for group in self.groups if node in group.nodes]
+        return bool(groups) and all(group.nodes[0] != node for group in groups)
 
     def endpoints(self, *, but: str = "") -> tuple[str, ...]:
         """Where gateways reach the workers of all nodes; ``but``: those of this node are left out."""
         return tuple(worker.endpoint for node in self.nodes if node.name != but for worker in self.members(node))
+
+
+def joined_names(name: str, sets: Collection[Set[str]]) -> set[str]:
+    """The name, and all that sets join it to, directly or by other names."""
+    found, grown = {name}, True
+    while grown:
+        reached = {other for one in sets if found & one for other in one}
+        grown = not reached <= found
+        found |= reached
+    return found
 
 
 def read_fleet_file(name: str) -> FleetFile:

@@ -248,6 +248,12 @@ class RayCluster:
             f"Ray does not take the placement group {name}",
         )
 
+    def placed_together(self, fleet: str) -> list[frozenset[str]]:
+        """The nodes of each placement group of a fleet: when actors of some are removed, Ray ends those of all."""
+        return within(
+            REPORT_S, lambda: list(_placement_groups(fleet).values()), "Ray does not list its placement groups"
+        )
+
     def update(self, actors: Sequence[NodeActor], text: str) -> None:
         """Give actors another text of the fleet file."""
         import ray
@@ -290,14 +296,13 @@ class RayCluster:
     @staticmethod
     def _remove_placement_groups(fleet: str, nodes: Set[str]) -> None:
         """Remove those that these nodes were in."""
-        from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+        from ray.util.placement_group import get_placement_group, remove_placement_group
 
         def remove() -> None:
-            for row in placement_group_table().values():
-                together = node_of_actor(fleet, row["name"].rpartition("/")[0])
-                if together is not None and row["state"] != "REMOVED" and nodes & set(together.split("+")):
+            for name, together in _placement_groups(fleet).items():
+                if nodes & together:
                     with contextlib.suppress(ValueError):  # it has just gone
-                        remove_placement_group(get_placement_group(row["name"]))
+                        remove_placement_group(get_placement_group(name))
 
         within(REPORT_S, remove, "Ray does not remove placement groups")
 
@@ -340,6 +345,18 @@ def node_of_actor(fleet: str, name: str) -> str | None:
     """The node that an actor of this name runs; None: it is not of this fleet.  Names of nodes have no slashes."""
     front, _, node = name.rpartition("/")
     return node if front == f"penstock/{fleet}" and node else None
+
+
+def _placement_groups(fleet: str) -> dict[str, frozenset[str]]:
+    """The nodes in each of a fleet, by its name, which lists them."""
+    from ray.util.placement_group import placement_group_table
+
+    found: dict[str, frozenset[str]] = {}
+    for row in placement_group_table().values():
+        together = node_of_actor(fleet, row["name"].rpartition("/")[0])
+        if together is not None and row["state"] != "REMOVED":
+            found[row["name"]] = frozenset(together.split("+"))
+    return found
 
 
 def _answer(asked: Any) -> NodeReport | None:

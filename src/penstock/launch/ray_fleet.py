@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.config.fleet_file import FleetFile, FleetNode
+from penstock.config.fleet_file import FleetFile, FleetNode, joined_names
 from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError, PenstockError
@@ -84,6 +84,7 @@ class FleetRollout:
         self._fleet = fleet
         self._text = text
         self._say = say
+        self._listed = {node.name for node in fleet.nodes}
 
     def up(self, timeout_s: float | None) -> None:
         """Start what is missing, restart what has changed, drain and remove what the file no longer has.
@@ -107,13 +108,10 @@ class FleetRollout:
             self._restart_changed(together, actors, reports, until)
         finally:  # also where a node is not ready in time, such as one whose host is down
             self._update(actors, reports)
-        listed = {node.name for node in self._fleet.nodes}
-        gone = [actor for name, actor in sorted(actors.items()) if name not in listed]
-        for actor in gone:
-            self._say(f"{actor.node}: no longer in the file, drains")
-        self._remove(gone)
+        actors = self._cluster.actors(self._fleet.name)  # without those that went with nodes of their placement group
+        self._remove([actor for name, actor in sorted(actors.items()) if name not in self._listed], reports)
         if until is not None:
-            self._wait_ready(sorted(listed), until)
+            self._wait_ready(sorted(self._listed), until)
 
     def _restart_changed(
         self,
@@ -122,32 +120,34 @@ class FleetRollout:
         reports: Mapping[str, NodeReport | None],
         until: float | None,
     ) -> None:
-        """One after the other; nodes that have workers together at once.  Raises PenstockError."""
-        for nodes in together:
-            there = [actors[node.name] for node in nodes if node.name in actors]
-            if not there:
+        """One after the other; at once nodes that have workers together, or are placed together now, for what they had:
+        Ray ends them together.  Raises PenstockError."""
+        placed = self._cluster.placed_together(self._fleet.name)
+        ties = placed + [frozenset(node.name for node in nodes) for nodes in together]
+        seen: set[str] = set()
+        for first in together:
+            if first[0].name in seen:
                 continue
-            if self._as_it_was(nodes, reports):
-                for node in nodes:
+            at_once = joined_names(first[0].name, ties)
+            seen |= at_once
+            parts = [nodes for nodes in together if nodes[0].name in at_once and any(n.name in actors for n in nodes)]
+            listed = [node for nodes in parts for node in nodes]
+            if self._as_it_was(listed, reports):
+                for node in listed:
                     self._say(f"{node.name}: as it was")
                 continue
-            for actor in there:
-                report = reports[actor.node]
-                if report is None or report.state in ENDED:
-                    self._say(f"{actor.node}: {'' if report is None else report.state + ', '}made anew")
-                else:
-                    self._say(f"{actor.node}: changed, drains")
-            self._remove(there)
-            self._create(nodes)
+            self._remove([actors[name] for name in sorted(at_once & actors.keys())], reports)
+            for nodes in parts:
+                self._create(nodes)
             if until is not None:
-                self._wait_ready([node.name for node in nodes], until)
+                self._wait_ready([node.name for node in listed], until)
 
     def down(self) -> int:
         """Drain and remove all nodes of this fleet; returns how many there were."""
         actors = sorted(self._cluster.actors(self._fleet.name).values(), key=lambda actor: actor.node)
         for actor in actors:
             self._say(f"{actor.node}: drains")
-        self._remove(actors)
+        self._end(actors, self._reports({actor.node: actor for actor in actors}))
         return len(actors)
 
     def _reports(self, actors: Mapping[str, NodeActor]) -> dict[str, NodeReport | None]:
@@ -182,18 +182,31 @@ class FleetRollout:
         ]
         self._cluster.update([actors[name] for name in stale], self._text)
 
-    def _remove(self, actors: Sequence[NodeActor]) -> None:
+    def _remove(self, actors: Sequence[NodeActor], reports: Mapping[str, NodeReport | None]) -> None:
+        """Say why they are, and end them."""
+        for actor in actors:
+            report = reports.get(actor.node)
+            if actor.node not in self._listed:
+                self._say(f"{actor.node}: no longer in the file, drains")
+            elif report is None or report.state in ENDED:
+                self._say(f"{actor.node}: {'' if report is None else report.state + ', '}made anew")
+            else:
+                self._say(f"{actor.node}: changed, drains")
+        self._end(actors, reports)
+
+    def _end(self, actors: Sequence[NodeActor], reports: Mapping[str, NodeReport | None]) -> None:
         """Drain them, then end their actors.  Nodes where gateways reach workers over several nodes go first: there
         alone can requests of those end in order."""
-        first = [actor for actor in actors if not self._only_follows(actor.node)]
+        first = [actor for actor in actors if not self._only_follows(actor.node, reports.get(actor.node))]
         for wave in (first, [actor for actor in actors if actor not in first]):
             self._drain(wave)
         if actors:
             self._cluster.remove(actors, self._fleet.name)
 
-    def _only_follows(self, name: str) -> bool:
-        groups = [group for group in self._fleet.groups if name in group.nodes]
-        return bool(groups) and all(group.nodes[0] != name for group in groups)
+    def _only_follows(self, name: str, report: NodeReport | None) -> bool:
+        """As it says itself: it may run with another file."""
+        known = None if report is None else report.only_follows
+        return self._fleet.only_follows(name) if known is None else known
 
     def _drain(self, actors: Sequence[NodeActor]) -> None:
         """Together."""
@@ -215,7 +228,7 @@ class FleetRollout:
 
     def _drain_s(self, name: str, limits: SuperviseConfig) -> float:
         """How long its actor may take at most; of a node that the file no longer has, by the defaults."""
-        if any(node.name == name for node in self._fleet.nodes):
+        if name in self._listed:
             limits = load_node(self._fleet, self._fleet.node(name), self._fleet.name).supervise
         return limits.drain_s + limits.grace_s + 10.0
 

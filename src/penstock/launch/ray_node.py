@@ -95,6 +95,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     text: Text = ""  # hash of the fleet file's text that its gateways follow
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()  # its workers
     gateways: Annotated[tuple[Member, ...], msgspec.Meta(max_length=1)] = ()  # its port of HTTP
+    only_follows: bool | None = None  # ``FleetFile.only_follows``; None: it does not say
 
 
 def node_digest(fleet: FleetFile, node: FleetNode) -> str:
@@ -182,9 +183,7 @@ class NodeProcess:
             self._notified.close()  # its name is free again
             raise
 
-    def report(
-        self, order: NodeOrder, members: tuple[Member, ...] = (), gateways: tuple[Member, ...] = ()
-    ) -> NodeReport:
+    def report(self, order: NodeOrder) -> NodeReport:
         """How it is now."""
         with self._lock:
             return NodeReport(
@@ -197,8 +196,6 @@ class NodeProcess:
                 reason=self._reason,
                 ready_after_s=self._ready_after_s,
                 log=str(self.log_file),
-                members=members,
-                gateways=gateways,
             )
 
     @property
@@ -416,18 +413,19 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-class NodeEndpoints(NamedTuple):
-    """Where a node's workers and gateways are reached."""
+class NodeFacts(NamedTuple):
+    """What a node's report says by its file: fields of ``NodeReport``."""
 
-    workers: tuple[Member, ...] = ()
+    members: tuple[Member, ...] = ()
     gateways: tuple[Member, ...] = ()
+    only_follows: bool | None = None
 
 
-def node_endpoints(order: NodeOrder, folder: Path) -> NodeEndpoints:
+def node_facts(order: NodeOrder, folder: Path) -> NodeFacts:
     """Return those of an order.  Raises as ``started_node``."""
     fleet, node = order.parsed()
     config = load_node(fleet, node, str(fleet_file_of(order, folder)))
-    return NodeEndpoints(node_members(fleet, node), node_gateways(node, config.port))
+    return NodeFacts(node_members(fleet, node), node_gateways(node, config.port), fleet.only_follows(node.name))
 
 
 def started_node(order: NodeOrder, folder: Path) -> NodeProcess:
@@ -506,7 +504,7 @@ class NodeRunner:
         self._process: NodeProcess | None = None
         self._state: NodeState = "waiting"  # without a process
         self._reason = ""
-        self._endpoints = NodeEndpoints()
+        self._facts = NodeFacts()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._start_later, name="start of the node", daemon=True)
         if self._start():
@@ -521,17 +519,17 @@ class NodeRunner:
         node that does so when this one is stopped is left to its lease, and its process is named."""
         with self._lock:
             if self._process is not None:
-                return self._process.report(self.order, *self._endpoints)
-            return NodeReport(
-                node=self.order.node,
-                digest=self.order.digest,
-                state=self._state,
-                pid=running_pid(self._lease_path) if self._state == "stopped" else 0,
-                actor_pid=os.getpid(),
-                reason=self._reason,
-                members=self._endpoints.workers,
-                gateways=self._endpoints.gateways,
-            )
+                found = self._process.report(self.order)
+            else:
+                found = NodeReport(
+                    node=self.order.node,
+                    digest=self.order.digest,
+                    state=self._state,
+                    pid=running_pid(self._lease_path) if self._state == "stopped" else 0,
+                    actor_pid=os.getpid(),
+                    reason=self._reason,
+                )
+            return msgspec.structs.replace(found, **self._facts._asdict())
 
     def wait_for_change(self, seen: str, timeout_s: float) -> None:
         """Until its state is another one than ``seen``, at most so long."""
@@ -577,7 +575,7 @@ class NodeRunner:
         """Whether it has started or never will."""
         try:
             with self._starting:
-                self._endpoints = node_endpoints(self.order, self._folder)
+                self._facts = node_facts(self.order, self._folder)
                 process = started_node(self.order, self._folder)
         except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError) as error:
             with self._lock:

@@ -188,6 +188,7 @@ def test_a_worker_over_nodes_is_reached_at_the_first_and_has_a_part_on_each(tmp_
     assert [worker.master(listen=True) for worker in parts] == ["tcp://[::]:9107", "tcp://[::]:9109"]
     assert file.endpoints(but="b")[-1] == "tcp://10.0.0.1:9006"
     assert file.joined_nodes(a) == file.joined_nodes(b) == (a, b)
+    assert not file.only_follows("a"), "it leads a worker, too"
     assert load_node(file, a, "fleet.toml", environ={}).parallel is None
 
 
@@ -197,6 +198,7 @@ def test_nodes_are_joined_by_groups_and_by_groups_of_those(tmp_path: Path) -> No
     file = fleet(tmp_path, NODES + more + ties)
     assert [node.name for node in file.joined_nodes(file.node("d"))] == ["c", "d", "e"]
     assert [node.name for node in file.joined_nodes(file.node("a"))] == ["a"]
+    assert {node.name for node in file.nodes if file.only_follows(node.name)} == {"d"}
 
 
 @pytest.mark.parametrize(

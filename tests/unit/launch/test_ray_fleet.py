@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.fleet_file import FleetFile, FleetNode, WorkerGroup
+from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, WorkerGroup
 from penstock.errors import PenstockError
 from penstock.launch.ray_cluster import NodeActor, RayNode
 from penstock.launch.ray_fleet import FleetRollout
@@ -29,7 +29,7 @@ class Cluster:
     """Actors that are placed report that their nodes are ready; those in ``unplaced`` never are.
 
     ``states``: of nodes that are not ready until they are restarted; ``silent``: how often actors do not answer;
-    ``left``: processes of nodes that could not be drained; -1: it does not end.
+    ``left``: processes of nodes that could not be drained; -1: it does not end; ``placed``: the placement groups.
     """
 
     def __init__(
@@ -39,13 +39,17 @@ class Cluster:
         states: Mapping[str, NodeState] = MappingProxyType({}),
         silent: Mapping[str, int] = MappingProxyType({}),
         left: Mapping[str, int] = MappingProxyType({}),
+        placed: Sequence[frozenset[str]] = (),
     ) -> None:
         self._unplaced = unplaced
         self._digests = {node.name: node_digest(fleet, node) for node in fleet.nodes}
         self._states = dict(states)
         self._silent = dict(silent)
         self._left = left
+        self._placed = list(placed)
+        self._follows = {node.name: fleet.only_follows(node.name) for node in fleet.nodes}
         self.created: list[str] = []
+        self.drained: list[str] = []
         self.updated: list[str] = []
 
     def keeps_its_state(self) -> bool:
@@ -69,7 +73,8 @@ class Cluster:
         if name in self._unplaced or left:
             return None
         state = self._states.get(name, "ready")
-        return NodeReport(node=name, digest=self._digests[name], state=state, text="the old one's")
+        follows, digest = self._follows.get(name, False), self._digests[name]
+        return NodeReport(node=name, digest=digest, state=state, text="the old one's", only_follows=follows)
 
     def create(self, orders: Sequence[tuple[NodeOrder, FleetNode]]) -> None:
         for order, _ in orders:
@@ -77,7 +82,11 @@ class Cluster:
             self._states.pop(order.node, None)
             self.created.append(order.node)
 
+    def placed_together(self, _fleet: str) -> list[frozenset[str]]:
+        return self._placed
+
     def drain(self, actor: NodeActor) -> str:
+        self.drained.append(actor.node)
         return actor.node
 
     def wait_drained(self, node: str, _timeout_s: float) -> NodeReport | None:
@@ -85,8 +94,12 @@ class Cluster:
         return None if pid < 0 else NodeReport(node=node, digest=self._digests[node], state="stopped", pid=pid)
 
     def remove(self, actors: Sequence[NodeActor], _fleet: str) -> None:
-        for actor in actors:
-            del self._digests[actor.node]
+        """With their placement groups, and so with all that are in these."""
+        ended = {actor.node for actor in actors}
+        ended = ended.union(*(group for group in self._placed if group & ended))
+        assert ended - set(self._unplaced) <= set(self.drained), "streams break"
+        self._placed = [group for group in self._placed if not group & ended]
+        self._digests = {name: digest for name, digest in self._digests.items() if name not in ended}
 
     def update(self, actors: Sequence[NodeActor], _text: str) -> None:
         self.updated += [actor.node for actor in actors]
@@ -126,6 +139,30 @@ def test_an_actor_that_is_slow_to_answer_is_asked_again(times: int, created: lis
     FleetRollout(cluster, fleet, "the text", said.append).up(0.0)
     assert said[:2] == ["n0: as it was", "n1: made anew" if created else "n1: as it was"]
     assert cluster.created == created
+
+
+PAIR = MultiNodeGroup(nodes=("n1", "n0"), group="pp2")
+ALL_THREE = MultiNodeGroup(nodes=("n1", "n0", "n2"), group="pp3")
+
+
+@pytest.mark.parametrize(
+    ("groups", "listed", "created"),
+    [([], "012", "012"), ([PAIR], "012", "012"), ([PAIR], "01", "01"), ([], "0", "0"), ([], "3", "3")],
+)
+def test_nodes_of_one_placement_group_drain_before_it_is_removed(
+    groups: list[MultiNodeGroup], listed: str, created: str
+) -> None:
+    """Also those that the new file has by themselves, or no longer has; the one that gateways reach goes first."""
+    before = FleetFile(name="f", keys="/keys", nodes=(node(0), node(1), node(2)), groups=(ALL_THREE,))
+    after = FleetFile(name="f", keys="/keys", nodes=tuple(node(int(number)) for number in listed), groups=(*groups,))
+    cluster: Any = Cluster(before, placed=[frozenset({"n0", "n1", "n2"})])
+    said: list[str] = []
+    FleetRollout(cluster, after, "the text", said.append).up(0.0)
+    assert cluster.drained == ["n1", "n0", "n2"]
+    assert cluster.created == [f"n{number}" for number in created]
+    for number in range(3):
+        assert f"n{number}: {'changed' if str(number) in listed else 'no longer in the file'}, drains" in said
+    assert not [line for line in said if "killed" in line]
 
 
 def test_how_each_node_ended_is_said() -> None:
