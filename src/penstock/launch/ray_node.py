@@ -21,6 +21,7 @@ import re
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -60,6 +61,8 @@ START_AGAIN_S = 1.0
 """Before a node that its host did not let start is started again."""
 RECORD_AGAIN_S = 1.0
 """Before a lease that could not be written is written again."""
+
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of a datagram's sender (unix(7))
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -140,7 +143,7 @@ class _Child:
 class NodeProcess:
     """A child process that is started again whenever it ends, with a growing pause, until it is drained.
 
-    It tells by sd_notify that it is ready.  One thread starts and watches it.  Thread-safe.
+    It tells by sd_notify that it is ready, and with a lease repeats it.  One thread starts and watches it.  Thread-safe.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class NodeProcess:
         self._digest = digest
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         # The same for the process that comes next, to which a child says that it is ready.
+        self._notified.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         name = f"penstock-node-{hashlib.sha256(str(log_file).encode()).hexdigest()[:32]}"
         self._notified.bind(f"\0{name}")
         self._environ = {**environ, NOTIFY_SOCKET: f"@{name}"}
@@ -357,7 +361,8 @@ class NodeProcess:
                 found = {key.fileobj for key, _ in selector.select(None if self._unwritten is None else RECORD_AGAIN_S)}
                 if self._unwritten is not None:
                     self._record(child.pid, self._unwritten.ready_after_s)
-                if self._notified in found and READY in self._drop_notifications() and ready_since is None:
+                heard = self._drop_notifications() if self._notified in found else set()
+                if (child.pid, READY) in heard and ready_since is None:  # not by a node that is left to its lease
                     ready_since = time.monotonic()
                     self._record(child.pid, ready_since - began)
                     with self._lock:
@@ -375,13 +380,15 @@ class NodeProcess:
                 self._enter("waiting")
                 log.warning("the node ended: %s", reason)
 
-    def _drop_notifications(self) -> list[str]:
-        """All lines of those that have arrived."""
-        lines: list[str] = []
+    def _drop_notifications(self) -> set[tuple[int, str]]:
+        """All lines of those that have arrived, each with the process that sent it."""
+        found: set[tuple[int, str]] = set()
         with contextlib.suppress(BlockingIOError):
             while True:
-                lines += self._notified.recv(4096).decode(errors="replace").splitlines()
-        return lines
+                raw, attached, _, _ = self._notified.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
+                senders = [_CREDENTIALS.unpack(data)[0] for _, kind, data in attached if kind == socket.SCM_CREDENTIALS]
+                found |= {(pid, line) for pid in senders for line in raw.decode(errors="replace").splitlines()}
+        return found
 
 
 def _opened_log(path: Path) -> BinaryIO:

@@ -50,12 +50,16 @@ from penstock.launch.restart_policy import (
     UnloadRequested,
     WorkerSuspected,
 )
+from penstock.launch.service_notify import READY, notify_service_manager
 from penstock.types import Role, WorkerId
 from penstock.wire.supervisor_messages import LoadModel, ServiceDraining, SuspectWorker, UnloadModel, WorkerUp
 
 log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+READY_AGAIN_S = 1.0
+"""Between two messages to the holder of a lease that the node is ready."""
 
 
 class StoppedEarly(Exception):  # noqa: N818 - not an error: somebody asked for it
@@ -135,9 +139,12 @@ class Supervisor:
         serves_others: bool = False,
     ) -> None:
         """``pulse``: called at every reading of heartbeats, and while weights are loaded; ``run``: the incarnation that
-        workers' first ones follow (``processes.incarnations_of_a_run``).  ``lease``: stop in order when it is over.
-        ``serves_others``: gateways of other hosts use the workers, as they always do where there is none here."""
+        workers' first ones follow (``processes.incarnations_of_a_run``).  ``lease``: stop in order when it is over, and
+        repeat to its holder that all are ready.  ``serves_others``: gateways of other hosts use the workers, as they
+        always do where there is none here."""
         self._lease = lease
+        self._was_ready = False
+        self._next_ready = 0.0
         self._pulse = pulse
         self._config = config
         self._jobs = jobs
@@ -216,11 +223,10 @@ class Supervisor:
         self._roles.update(roles)
         self._machine.add_workers(roles)
         self._next_reading = 0.0
-        announced = False
         while self._done is None:
             self._turn(None)
-            if not announced and self._machine.all_ready():
-                announced = True
+            if not self._was_ready and self._machine.all_ready():
+                self._was_ready = True
                 ready()
         self._raise_complaint()
         return self._done.code
@@ -326,10 +332,8 @@ class Supervisor:
             self._next_reading = now + self._config.look_s
             if self._pulse is not None:
                 self._pulse()
-            if self._lease is not None and self._lease.is_over(now):
-                log.warning("what had started this node is gone, and nothing has taken it over")
-                self._lease = None
-                self._stop(signal.SIGTERM)
+            if self._lease is not None:
+                self._look_at_lease(self._lease, now)
             self._memory_kills.sample(now)
             vitals = {
                 name: child.stats(every_thread=self._machine.is_silent(name)) for name, child in self._running.items()
@@ -337,6 +341,15 @@ class Supervisor:
             self._handle(HeartbeatsRead({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.next_deadline(now):
             self._handle(Tick())
+
+    def _look_at_lease(self, lease: LeaseWatch, now: float) -> None:
+        if self._was_ready and now >= self._next_ready:  # the one that holds it now may not have listened before
+            self._next_ready = now + READY_AGAIN_S
+            notify_service_manager(READY, wait=False)
+        if lease.is_over(now):
+            log.warning("what had started this node is gone, and nothing has taken it over")
+            self._lease = None
+            self._stop(signal.SIGTERM)
 
     # --- effects -----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@
 
 Behaviours of a child: "beat" (the default), "crash" (before it is ready), "deaf" (ignores SIGTERM); of the whole:
 "load_s" (how long loading takes), "thread" (the incarnations of decode-0 that this process has a second thread for),
-"ranks" (processes of decode-0: those but the first only sleep).
+"ranks" (processes of decode-0: those but the first only sleep), "lease" (a file), "lease_s" (how long it goes on when
+that is not locked).
 Everything that is heard or done goes to stdout, one line each.
 """
 
@@ -18,9 +19,11 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 from penstock.config.limits import SuperviseConfig
 from penstock.errors import RestartLimitReached
+from penstock.launch import node_lease
 from penstock.launch.channel import Channel
 from penstock.launch.heartbeat import HeartbeatTable
 from penstock.launch.restart_policy import GATEWAY
@@ -110,7 +113,9 @@ def follower(name: str, rank: int) -> int:
 
 def main() -> int:
     config = SuperviseConfig(**SCRIPT.get("config", {}))
-    with Supervisor(config, FakeJobs(), SLOTS) as supervisor:
+    node_lease.LEASE_S = SCRIPT.get("lease_s", node_lease.LEASE_S)
+    lease = node_lease.LeaseWatch(Path(SCRIPT["lease"])) if "lease" in SCRIPT else None
+    with Supervisor(config, FakeJobs(), SLOTS, lease=lease) as supervisor:
         supervisor.on_stopping(lambda: say("stopping"))
         supervisor.start()
         try:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -251,6 +252,35 @@ def test_a_node_ends_with_the_process_that_started_it() -> None:
 def test_without_a_receiver_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", address)
     notify_service_manager(READY)
+
+
+def test_a_receiver_that_reads_nothing_holds_up_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As an actor whose process is stopped, for the node repeats that it is ready."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(tmp_path / "receiver"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "receiver"))
+        most = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
+        for _ in range(most + 10):
+            notify_service_manager(READY, wait=False)
+
+
+def test_a_node_is_not_ready_because_another_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is left to its lease."""
+    heard, drop = list[tuple[int, str]](), NodeProcess._drop_notifications
+
+    def dropped(process: NodeProcess) -> set[tuple[int, str]]:
+        found = drop(process)
+        heard.extend(found)
+        return found
+
+    monkeypatch.setattr(NodeProcess, "_drop_notifications", dropped)
+    with child(tmp_path, "import time; time.sleep(600)") as process:
+        wait_for(lambda: process.report(ORDER).pid > 0)
+        monkeypatch.setenv("NOTIFY_SOCKET", process._environ["NOTIFY_SOCKET"])
+        for times in (1, 2):  # when it hears the second one it has dealt with the first
+            notify_service_manager(READY)
+            wait_for(lambda times=times: heard == [(os.getpid(), READY)] * times)
+        assert process.state == "starting"
 
 
 def fleet(**more: object) -> FleetFile:

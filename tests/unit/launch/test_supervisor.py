@@ -8,6 +8,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,18 +17,20 @@ from pathlib import Path
 
 import pytest
 
+from penstock.launch.node_lease import LeaseHolder
+
 PATIENCE_S = 60.0
 
 
 class Service:
     """The fake service as a process, and the lines that it prints."""
 
-    def __init__(self, script: dict[str, object]) -> None:
+    def __init__(self, script: dict[str, object], environ: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("fake_service.py")), json.dumps(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
+            env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": "", **environ},
         )
         self.pid = self._process.pid
         self.lines: list[str] = []
@@ -82,8 +85,8 @@ class Service:
 def start() -> Iterator[object]:
     services = []
 
-    def _start(ready: bool = True, **script: object) -> Service:
-        services.append(Service(script))
+    def _start(ready: bool = True, environ: dict[str, str] | None = None, **script: object) -> Service:
+        services.append(Service(script, environ or {}))
         if ready:
             services[-1].until("ready")
         return services[-1]
@@ -241,6 +244,16 @@ def test_it_can_be_stopped_while_it_loads(start) -> None:
     service.until("stopped while loading")
     assert service.end() == 0
     assert not [line for line in service.lines if line.startswith("worker")]
+
+
+def test_what_takes_a_lease_over_hears_that_the_node_is_ready_however_late_it_listens(start, tmp_path: Path) -> None:
+    """An actor may end while its node loads, and the next one begin to listen when that is ready."""
+    address = f"penstock-test-{tmp_path.name}-{os.getpid()}"
+    with contextlib.closing(LeaseHolder(tmp_path / "lease")), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as late:
+        start(environ={"NOTIFY_SOCKET": f"@{address}"}, lease=str(tmp_path / "lease"))
+        late.bind(f"\0{address}")
+        late.settimeout(PATIENCE_S)
+        assert late.recv(100) == b"READY=1"
 
 
 def test_one_suspicion_of_a_worker_that_beats_does_no_harm(start) -> None:
