@@ -228,6 +228,11 @@ class SuperviseConfig(Config, frozen=True, kw_only=True):
     grace_s: float = 2.0  # between SIGTERM and SIGKILL of a child
     look_s: float = 0.1  # between two readings of the heartbeat table
 
+    @property
+    def stops_within_s(self) -> float:
+        """From SIGTERM to the end of all processes."""
+        return self.drain_s + self.grace_s
+
 
 class ProbeLimits(Config, frozen=True, kw_only=True):
     """Defaults of ``penstock probe``, for --timeout-s and --still-s."""

@@ -25,6 +25,9 @@ SILENT_S = 20.0
 ENDED: tuple[NodeState, ...] = ("stopped", "draining")
 """Of a node that its actor does not start again."""
 
+ACTOR_S = 10.0
+"""For an actor to say that its node has ended, after the longest that this may take."""
+
 LOOK_S = 1.0
 """Between two looks at nodes that are waited for, if they tell of no change meanwhile."""
 
@@ -199,7 +202,7 @@ class FleetRollout:
         alone can requests of those end in order."""
         first = [actor for actor in actors if not self._only_follows(actor.node, reports.get(actor.node))]
         for wave in (first, [actor for actor in actors if actor not in first]):
-            self._drain(wave)
+            self._drain(wave, reports)
         if actors:
             self._cluster.remove(actors, self._fleet.name)
 
@@ -208,10 +211,10 @@ class FleetRollout:
         known = None if report is None else report.only_follows
         return self._fleet.only_follows(name) if known is None else known
 
-    def _drain(self, actors: Sequence[NodeActor]) -> None:
+    def _drain(self, actors: Sequence[NodeActor], reports: Mapping[str, NodeReport | None]) -> None:
         """Together."""
-        limits = SuperviseConfig()
-        most_s = max([self._drain_s(actor.node, limits) for actor in actors], default=0.0)
+        most_s = max([self._stops_within_s(actor.node, reports.get(actor.node)) for actor in actors], default=0.0)
+        most_s += ACTOR_S
         draining = [(actor, self._cluster.drain(actor)) for actor in actors if actor.state == "ALIVE"]
         until = time.monotonic() + most_s
         for actor in actors:
@@ -226,11 +229,13 @@ class FleetRollout:
             else:
                 self._say(f"{actor.node}: has ended")
 
-    def _drain_s(self, name: str, limits: SuperviseConfig) -> float:
-        """How long its actor may take at most; of a node that the file no longer has, by the defaults."""
-        if name in self._listed:
-            limits = load_node(self._fleet, self._fleet.node(name), self._fleet.name).supervise
-        return limits.drain_s + limits.grace_s + 10.0
+    def _stops_within_s(self, name: str, report: NodeReport | None) -> float:
+        """As the node says itself; of one that does not, by the file, or the defaults if that no longer has it."""
+        if report is not None and report.stops_within_s is not None:
+            return report.stops_within_s
+        if name not in self._listed:
+            return SuperviseConfig().stops_within_s
+        return load_node(self._fleet, self._fleet.node(name), self._fleet.name).supervise.stops_within_s
 
     def _wait_ready(self, names: Sequence[str], until: float) -> None:
         """Raises PenstockError that names those that are not ready."""

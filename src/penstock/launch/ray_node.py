@@ -98,7 +98,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     text: Text = ""  # hash of the fleet file's text that its gateways follow
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()  # its workers
     gateways: Annotated[tuple[Member, ...], msgspec.Meta(max_length=1)] = ()  # its port of HTTP
-    only_follows: bool | None = None  # ``FleetFile.only_follows``; None: it does not say
+    only_follows: bool | None = None  # ``FleetFile.only_follows``; None: it does not say, as below
+    stops_within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None  # when it is drained
 
 
 def node_digest(fleet: FleetFile, node: FleetNode) -> str:
@@ -143,7 +144,7 @@ class _Child:
 class NodeProcess:
     """A child process that is started again whenever it ends, with a growing pause, until it is drained.
 
-    It tells by sd_notify that it is ready, and with a lease repeats it.  One thread starts and watches it.  Thread-safe.
+    It tells by sd_notify that it is ready, with a lease repeatedly.  One thread starts and watches it.  Thread-safe.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class NodeProcess:
 
     def wait_drained(self) -> None:
         """Until it has ended; it is killed where it does not end within its own limits."""
-        self._thread.join(self._limits.drain_s + self._limits.grace_s + DRAIN_LOOK_S)
+        self._thread.join(self._limits.stops_within_s + DRAIN_LOOK_S)
         with self._lock:
             if self._process is not None:
                 self._process.send_signal(signal.SIGKILL)
@@ -426,13 +427,19 @@ class NodeFacts(NamedTuple):
     members: tuple[Member, ...] = ()
     gateways: tuple[Member, ...] = ()
     only_follows: bool | None = None
+    stops_within_s: float | None = None
 
 
 def node_facts(order: NodeOrder, folder: Path) -> NodeFacts:
     """Return those of an order.  Raises as ``started_node``."""
     fleet, node = order.parsed()
     config = load_node(fleet, node, str(fleet_file_of(order, folder)))
-    return NodeFacts(node_members(fleet, node), node_gateways(node, config.port), fleet.only_follows(node.name))
+    return NodeFacts(
+        members=node_members(fleet, node),
+        gateways=node_gateways(node, config.port),
+        only_follows=fleet.only_follows(node.name),
+        stops_within_s=config.supervise.stops_within_s,
+    )
 
 
 def started_node(order: NodeOrder, folder: Path) -> NodeProcess:

@@ -346,7 +346,7 @@ class Supervisor:
         if self._was_ready and now >= self._next_ready:  # the one that holds it now may not have listened before
             self._next_ready = now + READY_AGAIN_S
             notify_service_manager(READY, wait=False)
-        if lease.is_over(now):
+        if self._machine.state is SupervisorState.RUNNING and lease.is_over(now):  # a second stop would mean now
             log.warning("what had started this node is gone, and nothing has taken it over")
             self._lease = None
             self._stop(signal.SIGTERM)

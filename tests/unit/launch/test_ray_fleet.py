@@ -29,7 +29,8 @@ class Cluster:
     """Actors that are placed report that their nodes are ready; those in ``unplaced`` never are.
 
     ``states``: of nodes that are not ready until they are restarted; ``silent``: how often actors do not answer;
-    ``left``: processes of nodes that could not be drained; -1: it does not end; ``placed``: the placement groups.
+    ``left``: processes of nodes that could not be drained; -1: it does not end; ``placed``: the placement groups;
+    ``stops_within_s``: of those that say it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Cluster:
         silent: Mapping[str, int] = MappingProxyType({}),
         left: Mapping[str, int] = MappingProxyType({}),
         placed: Sequence[frozenset[str]] = (),
+        stops_within_s: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._unplaced = unplaced
         self._digests = {node.name: node_digest(fleet, node) for node in fleet.nodes}
@@ -47,9 +49,11 @@ class Cluster:
         self._silent = dict(silent)
         self._left = left
         self._placed = list(placed)
+        self._stops_within_s = stops_within_s
         self._follows = {node.name: fleet.only_follows(node.name) for node in fleet.nodes}
         self.created: list[str] = []
         self.drained: list[str] = []
+        self.waited_s: dict[str, float] = {}
         self.updated: list[str] = []
 
     def keeps_its_state(self) -> bool:
@@ -73,8 +77,14 @@ class Cluster:
         if name in self._unplaced or left:
             return None
         state = self._states.get(name, "ready")
-        follows, digest = self._follows.get(name, False), self._digests[name]
-        return NodeReport(node=name, digest=digest, state=state, text="the old one's", only_follows=follows)
+        return NodeReport(
+            node=name,
+            digest=self._digests[name],
+            state=state,
+            text="the old one's",
+            only_follows=self._follows.get(name),
+            stops_within_s=self._stops_within_s.get(name),
+        )
 
     def create(self, orders: Sequence[tuple[NodeOrder, FleetNode]]) -> None:
         for order, _ in orders:
@@ -89,7 +99,8 @@ class Cluster:
         self.drained.append(actor.node)
         return actor.node
 
-    def wait_drained(self, node: str, _timeout_s: float) -> NodeReport | None:
+    def wait_drained(self, node: str, timeout_s: float) -> NodeReport | None:
+        self.waited_s[node] = timeout_s
         pid = self._left.get(node, 0)
         return None if pid < 0 else NodeReport(node=node, digest=self._digests[node], state="stopped", pid=pid)
 
@@ -163,6 +174,16 @@ def test_nodes_of_one_placement_group_drain_before_it_is_removed(
     for number in range(3):
         assert f"n{number}: {'changed' if str(number) in listed else 'no longer in the file'}, drains" in said
     assert not [line for line in said if "killed" in line]
+
+
+@pytest.mark.parametrize("action", ["up", "down"])
+def test_a_node_that_the_file_no_longer_has_drains_by_its_own_limits(action: str) -> None:
+    before = FleetFile(name="f", keys="/keys", nodes=(node(0), node(1)))
+    after = FleetFile(name="f", keys="/keys", nodes=(node(0),))
+    cluster: Any = Cluster(before, stops_within_s={"n1": 122.0})
+    rollout = FleetRollout(cluster, after, "the text", lambda _: None)
+    rollout.up(0.0) if action == "up" else rollout.down()
+    assert cluster.waited_s["n1"] > 122.0
 
 
 def test_how_each_node_ended_is_said() -> None:

@@ -393,6 +393,7 @@ def test_a_node_is_taken_over_however_long_its_lease_was_held(
     assert (waits.state, waits.pid) == ("waiting", 0)
     assert "is locked by another process" in waits.reason
     assert [member.name for member in waits.members] == ["a-both-0"], "gateways keep it"
+    assert (waits.only_follows, waits.stops_within_s) == (False, SuperviseConfig().stops_within_s)
     lease.close()
     node.wait_for_change("waiting", 60.0)
     wait_for(lambda: node.report().state == "ready")

@@ -246,6 +246,26 @@ def test_it_can_be_stopped_while_it_loads(start) -> None:
     assert not [line for line in service.lines if line.startswith("worker")]
 
 
+def test_a_lease_that_ends_drains_the_service(start, tmp_path: Path) -> None:
+    holder = LeaseHolder(tmp_path / "lease")
+    service = start(lease=str(tmp_path / "lease"), lease_s=0.1)
+    holder.close()
+    service.until("gateway 1 draining")
+    assert service.end() == 0
+
+
+def test_a_lease_that_ends_while_the_service_drains_does_not_cut_that_short(start, tmp_path: Path) -> None:
+    holder = LeaseHolder(tmp_path / "lease")
+    config = {"drain_s": 2.0, "grace_s": 0.3}
+    service = start(endless=True, config=config, lease=str(tmp_path / "lease"), lease_s=0.1)
+    stopped_at = time.monotonic()
+    service.signal(signal.SIGTERM)
+    service.until("gateway 1 draining")
+    holder.close()
+    assert service.end() == 0  # its gateway would never end by itself
+    assert time.monotonic() - stopped_at > 2.0
+
+
 def test_what_takes_a_lease_over_hears_that_the_node_is_ready_however_late_it_listens(start, tmp_path: Path) -> None:
     """An actor may end while its node loads, and the next one begin to listen when that is ready."""
     address = f"penstock-test-{tmp_path.name}-{os.getpid()}"
