@@ -276,6 +276,30 @@ def test_a_node_that_gets_a_new_key_with_its_revocation_loses_its_connection(fol
         ends.until(lambda: ends.listener.recv() is None and refused in ends.refusals, link)
 
 
+def test_a_node_that_has_changed_its_key_in_order_ends_no_connections(folder: NodeFolder) -> None:
+    with running(folder) as ends:
+        keys = folder.keys("g")
+        link, old = ends.link(keys), keys.public
+        ends.hears(link, MESSAGES["hello"])
+        other = ends.link(folder.keys("o"))
+        peer = ends.hears(other, MESSAGES["hello as o"])
+        folder.run("rotate", "g")
+        folder.deliver_registry()
+        folder.deliver_secret("g")
+        ends.until(lambda: ends.listener.recv() or link.recv() or keys.public != old, link)
+        ends.hears(link, MESSAGES["hello"])
+        folder.run("rotate", "g", "--finish")
+        folder.deliver_registry()
+        ends.until(lambda: ends.listener.recv() is None and ends.keys.registry.holder(old) is None, link)
+        assert ends.hears(other, MESSAGES["hello as o"]) == peer
+        ends.hears(link, MESSAGES["hello"])
+        folder.run("revoke", "g")
+        folder.deliver_registry("w")
+        refused = PeerRefusal("revoked", "g", address="127.0.0.1")
+        ends.until(lambda: ends.listener.recv() is None and refused in ends.refusals, link)
+        assert ends.hears(other, MESSAGES["hello as o"]) != peer
+
+
 def test_a_revocation_counts_while_messages_are_always_waiting(
     folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,9 +109,10 @@ class NodeRegistry:
         return None
 
     @cached_property
-    def accepted_keys(self) -> frozenset[str]:
-        """Public keys of the nodes that are not revoked."""
-        return frozenset(key.public for node in self.file.nodes if not node.revoked for key in node.keys)
+    def accepted_keys(self) -> dict[str, frozenset[str]]:
+        """Public keys of the nodes that are not revoked, by the node's name."""
+        accepted = (node for node in self.file.nodes if not node.revoked)
+        return {node.name: frozenset(key.public for key in node.keys) for node in accepted}
 
     @cached_property
     def worker_keys(self) -> tuple[bytes, ...]:

@@ -146,7 +146,7 @@ class ForkProcess:
 
     child: str
     incarnation: int
-    predecessor_fault: str = ""  # how the incarnation before it crashed; empty: it did not
+    predecessor_fault: str = ""  # how the last incarnation that was ready crashed; empty: it did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class _Child:
     computes: bool = False  # silent but busy
     stopped: bool = False  # by SIGSTOP
     last_beat: float = 0.0
-    fault: str = ""  # how this incarnation crashed
+    fault: str = ""  # how the last incarnation that was ready crashed
     suspicions: int = 0
     suspected_since: float = 0.0
     on_demand: bool = False
@@ -252,6 +252,7 @@ class RestartPolicy:
     _children: dict[str, _Child] = field(default_factory=dict)
     _stage: SupervisorState = SupervisorState.RUNNING
     _deadline: float = 0.0  # of the stage
+    _hurry_at: float = math.inf  # when workers that drain are to return what they have
     _last_reading: float | None = None
     _killed_all: bool = False
     _complaint: str | None = None
@@ -296,7 +297,7 @@ class RestartPolicy:
         """When to call ``handle`` again at the latest, with ``Tick`` or ``HeartbeatsRead``."""
         times = [now + self.config.look_s]
         if self._stage is SupervisorState.DRAINING or (self._stage is SupervisorState.ENDING and not self._killed_all):
-            times.append(self._deadline)
+            times.append(min(self._deadline, self._hurry_at))
         times += [c.due for c in self._children.values() if c.phase is ChildState.WAITING and self._forks]
         return max(now, min(times))
 
@@ -332,7 +333,7 @@ class RestartPolicy:
             return
         was_ready = child.ready_since > 0.0
         child.phase = ChildState.WAITING
-        if event.exit.is_fault:
+        if event.exit.is_fault and was_ready:  # the one before it had requests, if this one was not
             child.fault = str(event.exit)
         if child.is_worker:
             effects.append(
@@ -398,6 +399,7 @@ class RestartPolicy:
         if child.phase is ChildState.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
             child.phase = ChildState.READY
             child.ready_since = now
+            child.fault = ""
         if heartbeat.beat_s != child.last_beat:
             child.last_beat = heartbeat.beat_s
             if not child.stopped:  # another rank of the worker may beat
@@ -439,8 +441,9 @@ class RestartPolicy:
             self._kill_wedged(child, event.reason, effects)
 
     def _kill_wedged(self, child: _Child, reason: str, effects: list[RestartEffect]) -> None:
+        if child.phase is ChildState.READY and not child.stopped:
+            child.fault = reason
         child.phase = ChildState.ENDING
-        child.fault = "" if child.stopped else reason
         effects.append(LogLine(f"{child.name} is wedged: {reason}; killing it", warning=True))
         if child.is_worker:
             effects.append(NotifyGateways(_down(child, WorkerState.WEDGED, reason, fault=not child.stopped)))
@@ -484,6 +487,8 @@ class RestartPolicy:
     ) -> None:
         self._stage = SupervisorState.ENDING
         self._deadline = now + (self.config.grace_s if within is None else within)
+        latest = self._deadline - self.config.grace_s
+        self._hurry_at = latest if latest > now else math.inf
         for child in self._children.values():
             if child.phase in _RUNS or (again and child.phase is ChildState.ENDING):
                 child.phase = ChildState.ENDING
@@ -501,6 +506,9 @@ class RestartPolicy:
             elif now >= self._deadline and not self._killed_all:
                 self._killed_all = True
                 effects += [SendSignal(c.name, c.incarnation, signal.SIGKILL) for c in running]
+            elif now >= self._hurry_at:
+                self._hurry_at = math.inf
+                effects += [SendSignal(c.name, c.incarnation, signal.SIGTERM) for c in running]
         for child in self._children.values():
             if child.phase is ChildState.ENDING and child.deadline is not None and now >= child.deadline:
                 child.deadline = None
@@ -519,7 +527,6 @@ class RestartPolicy:
         child.computes = False
         child.suspicions = 0
         effects.append(ForkProcess(child.name, child.incarnation, child.fault if child.is_worker else ""))
-        child.fault = ""
 
 
 def _down(child: _Child, state: WorkerState, reason: str, *, fault: bool) -> WorkerDown:

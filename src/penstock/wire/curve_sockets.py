@@ -93,7 +93,7 @@ class SecureListener:
         self._keys = keys
         self._listening: socket.socket | None = None
         self._used = b""
-        self._accepted = frozenset[str]()  # public keys of nodes that may have connected
+        self._accepted: dict[str, frozenset[str]] = {}  # public keys of nodes that may have connected
         if isinstance(keys, NodeKeys) and endpoint.startswith("tcp://"):
             self._listening = _listen(endpoint, backlog)
         self._endpoint = endpoint
@@ -107,14 +107,19 @@ class SecureListener:
             raise
 
     def update(self) -> None:
-        """Bind anew, which ends all connections, if the own key has changed or another one is no longer accepted: its
-        connection could fill this process' memory with a message that never ends.  Others connect again at once.
+        """Bind anew, which ends all connections, if the own key has changed or a node was revoked, though it may have
+        another key now: its connection could fill this process' memory with a message that never ends.  Others connect
+        again at once.  Nodes that change keys in order end no connections but their own.
 
         Raises zmq.ZMQError or ConfigError; the next update tries again.
         """
         if not isinstance(self._keys, NodeKeys) or self._listening is None:
             return
-        if self._keys.public != self._used or self._accepted - self._keys.registry.accepted_keys:
+        accepted = self._keys.registry.accepted_keys
+        is_revoked = any(keys.isdisjoint(accepted.get(node, ())) for node, keys in self._accepted.items())
+        if self._keys.public == self._used and not is_revoked:
+            self._accepted = accepted
+        else:
             descriptor = self._another_descriptor()
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))

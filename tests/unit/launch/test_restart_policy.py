@@ -393,7 +393,9 @@ def test_workers_alone_have_time_to_hand_over_and_a_second_signal_means_now() ->
     term, kill = (SendSignal("decode-0", 1, signum) for signum in (signal.SIGTERM, signal.SIGKILL))
     machine, effects = told()
     assert effects == [term]
-    assert machine.handle(Tick(), 1.0 + CONFIG.drain_s - 0.1) == []
+    assert machine.handle(Tick(), 0.9 + CONFIG.drain_s - CONFIG.grace_s) == []
+    assert machine.handle(Tick(), 1.0 + CONFIG.drain_s - CONFIG.grace_s) == [term]
+    assert machine.handle(Tick(), 0.9 + CONFIG.drain_s) == []
     assert machine.handle(Tick(), 1.0 + CONFIG.drain_s) == [kill]
     machine, _ = told()
     assert of_type(SendSignal, machine.handle(StopRequested(), 2.0)) == [term]
@@ -412,8 +414,26 @@ def test_workers_have_what_is_left_of_the_drain_for_gateways_of_other_hosts() ->
         ("prefill-0", signal.SIGTERM),
         ("decode-0", signal.SIGTERM),
     }
-    assert of_type(SendSignal, bench.run(begun + CONFIG.drain_s - bench.now - 0.1)) == []
-    assert {k.signal for k in of_type(SendSignal, bench.run(0.2))} == {signal.SIGKILL}
+    until = begun + CONFIG.drain_s
+    assert of_type(SendSignal, bench.run(until - CONFIG.grace_s - bench.now - 0.1)) == []
+    returning = of_type(SendSignal, bench.run(0.2))  # the second signal has workers return what they have
+    assert [k.signal for k in returning] == [signal.SIGTERM] * 2
+    assert of_type(SendSignal, bench.run(until - bench.now - 0.1)) == []
+    assert [k.signal for k in of_type(SendSignal, bench.run(0.2))] == [signal.SIGKILL] * 2
+
+
+def test_what_the_next_one_reports_is_how_the_last_that_was_ready_crashed() -> None:
+    bench = ready_bench()
+    assert of_type(ForkProcess, bench.die("decode-0")) == [ForkProcess("decode-0", 2, "killed by SIGSEGV")]
+    bench.die("decode-0", ProcessExit(code=70))  # it had no requests yet
+    bench.wait_for("decode-0")
+    assert of_type(ForkProcess, [effect for _, effect in bench.log])[-1] == ForkProcess(
+        "decode-0", 3, "killed by SIGSEGV"
+    )
+    bench.look()
+    assert of_type(ForkProcess, bench.die("decode-0", ProcessExit(signal=signal.SIGKILL))) == [
+        ForkProcess("decode-0", 4)
+    ]
 
 
 def test_how_a_process_ended_in_words() -> None:

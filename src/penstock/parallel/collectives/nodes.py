@@ -150,9 +150,11 @@ class RemoteRank:
 
     def _lose(self, error: Exception) -> None:
         with self._losing:
-            is_first, self._why = not self._why, self._why or f"the link to {self.name} has ended: {error}"
-        if is_first and not self._closed:
-            self._on_lost(self._why)
+            if self._why:
+                return
+            self._why = f"the link to {self.name} has ended: {error}"
+            if not self._closed:
+                self._on_lost(self._why)
 
     def _next(self, kind: _Kind, check: Callable[[], None]) -> tuple[int, int, memoryview]:
         while True:
