@@ -89,15 +89,16 @@ def _mounted(settings: dict[str, Any], folder: str) -> dict[str, str]:
     mounts = {}
     for key in [key for key in settings if key.replace("-", "_") in FILES]:
         place, path = f"{folder}/{key}", PurePosixPath(settings[key])
-        mounts[place], settings[key] = str(path), place
-        if key.replace("-", "_") == "api_keys":
-            # `penstock keys` replaces the file.  Mounted alone it would stay the old one, with keys that were revoked.
-            mounts[place], settings[key] = str(path.parent), f"{place}/{path.name}"
-            if SHARED_FOLDER.fullmatch(str(path.parent)):
-                raise ConfigError(
-                    f'{key} = "{path}": containers get the folder of this file, to see changes of keys; move it from '
-                    f"{path.parent} to a folder of its own"
-                )
+        if key.replace("-", "_") != "api_keys":
+            mounts[place], settings[key] = str(path), place
+            continue
+        if SHARED_FOLDER.fullmatch(str(path.parent)):
+            raise ConfigError(
+                f'{key} = "{path}": containers get the folder of this file, to see changes of keys; move it from '
+                f"{path.parent} to a folder of its own"
+            )
+        # `penstock keys` replaces the file.  Mounted alone it would stay the old one, with keys that were revoked.
+        mounts[place], settings[key] = str(path.parent), f"{place}/{path.name}"
     return mounts
 
 
